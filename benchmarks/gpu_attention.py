@@ -100,31 +100,33 @@ class Cell:
                 layer=_LAYER,
             )
 
-        return recorded(run)
+        return Recorded(run)
 
     def dense(self) -> Callable[[], torch.Tensor]:
         """PyTorch's attention over contiguous K/V of the same size, every row seeing all of it."""
         query = self.inputs[0].view(-1, self.rows, _LAYER.num_heads, _LAYER.head_dim).transpose(1, 2)
         shape = (query.shape[0], _LAYER.num_kv_heads, self.context + self.rows, _LAYER.head_dim)
         keys, values = (torch.randn(shape, dtype=_DTYPE, device=query.device) for _ in range(2))
-        return recorded(
+        return Recorded(
             lambda: torch.nn.functional.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
         )
 
 
-def recorded(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return `run` as a CUDA graph."""
-    result = run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
+class Recorded:
+    """What runs again as a CUDA graph. The graph reads memory of `run`'s, which is therefore kept."""
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        self._run = run
+        run()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._result = run()
 
-    return replay
+    def __call__(self) -> torch.Tensor:
+        """Replay it; the result is written over by the next replay."""
+        self._graph.replay()
+        return self._result
 
 
 def flashinfer(device: torch.device) -> AttentionBackend | None:

@@ -12,6 +12,9 @@ is what the engine runs (`ModelRunner.forward` on slices): decoding has 1 row pe
     floor_ms    weights and K/V of all sequences over the bandwidth measured in the same run
 
 The draft loop is k steps and choices in one graph, of a 1 B shape; its floor is k times that of a step.
+
+Choosing is the token function on the logits of a step: greedily, at temperature 0.8, and with top-p 0.95 as
+well; the floor is reading the logits once.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ import gc
 import itertools
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,13 +47,21 @@ from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.cuda_graphs import CudaForward
 from specdec.model.fused_norms import fuse_norms
+from specdec.model.fused_rotary import fuse_rotary
 from specdec.model.loader import LoadedModel
 from specdec.model.runner import ModelRunner
 from specdec.proposers.draft_graph import GraphedDraftLoop
 from specdec.proposers.draft_loop import ChainStart
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.sampler import Sampler
 
 _BLOCK_SIZE = 16
 _MAX_CONTEXT = 16384 + 64
+_CHOOSING = {
+    "greedy": SamplingParams(temperature=0.0),
+    "sampled": SamplingParams(temperature=0.8),
+    "cut": SamplingParams(temperature=0.8, top_p=0.95),
+}
 BYTES_LEFT = 12 * GIB
 """Of the device's memory, for graphs and what a step needs, beside weights and cache."""
 
@@ -61,6 +74,7 @@ class Plan:
     """Batch size and context."""
     eager_shapes: tuple[tuple[int, int], ...]
     draft_shapes: tuple[tuple[int, int], ...]
+    choosing_rows: tuple[int, ...]
     k: int = 4
     repeats: int
 
@@ -69,12 +83,14 @@ FULL = Plan(
     shapes=tuple(itertools.product((1, 8, 32, 128), (512, 2048, 4096, 16384))),
     eager_shapes=((1, 512), (32, 512)),
     draft_shapes=((1, 512), (8, 512), (32, 4096)),
+    choosing_rows=(1, 5, 32, 160, 640),
     repeats=40,
 )
 QUICK = Plan(
     shapes=((1, 512), (1, 16384), (8, 2048), (32, 4096), (128, 512)),
     eager_shapes=((1, 512),),
     draft_shapes=((1, 512),),
+    choosing_rows=(5, 160),
     repeats=20,
 )
 
@@ -100,6 +116,7 @@ class Subject:
         for pool in (*self.runner.pool.keys, *self.runner.pool.values):
             pool.normal_()
         fuse_norms(self.loaded.model)
+        fuse_rotary(self.loaded.model)
         self.config = CompileConfig(cuda_graph_max_rows=max_rows)
         self.graphs = CudaForward(self.runner, self.config)
         self.num_weight_bytes = bytes_of_weights(self.loaded)
@@ -133,10 +150,11 @@ class Subject:
             for seed, table in enumerate(self._blocks(batch, context + k))
         ]
 
-    def _blocks(self, batch: int, num_tokens: int) -> list[list[int]]:
+    def _blocks(self, batch: int, num_tokens: int) -> list[array[int]]:
+        """As the engine keeps them."""
         num_blocks = -(-num_tokens // _BLOCK_SIZE)
-        order: list[list[int]] = torch.randperm(batch * num_blocks).add(1).view(batch, num_blocks).tolist()
-        return order
+        order = torch.randperm(batch * num_blocks).add(1).view(batch, num_blocks)
+        return [array("i", table) for table in order.tolist()]
 
 
 def bytes_of_weights(loaded: LoadedModel) -> int:
@@ -231,8 +249,24 @@ def measure_draft(
     }
 
 
+def measure_choosing(
+    num_rows: int, vocab_size: int, plan: Plan, bytes_per_s: float, device: torch.device
+) -> dict[str, Any]:
+    """The token function on so many rows of bf16 logits."""
+    logits_RV = torch.randn(num_rows, vocab_size, device=device).mul_(3.0).bfloat16()
+    ms = {"floor": 1e3 * logits_RV.nbytes / bytes_per_s}
+    for name, params in _CHOOSING.items():
+        rows = SamplingRows.build([RowSpec(params, seed, seed, 1) for seed in range(num_rows)], device)
+        seconds = device_seconds(partial(Sampler().sample, logits_RV, rows), repeats=plan.repeats)
+        ms[name] = 1e3 * seconds.median
+    return {"rows": num_rows, "vocab_size": vocab_size, "ms": ms}
+
+
 def headlines(
-    steps: Sequence[dict[str, Any]], drafts: Sequence[dict[str, Any]], bytes_per_s: float
+    steps: Sequence[dict[str, Any]],
+    drafts: Sequence[dict[str, Any]],
+    choices: Sequence[dict[str, Any]],
+    bytes_per_s: float,
 ) -> dict[str, float]:
     """Times of the floor at batch 1 and at the largest product of batch and context that fitted."""
     first = [cell for cell in steps if cell["batch"] == 1]
@@ -253,6 +287,8 @@ def headlines(
         numbers["gpu_graphs_speedup_b1"] = decode["ms"]["eager"] / decode["ms"]["step"]
     if drafts:
         numbers["gpu_draft_loop_times_floor_b1"] = drafts[0]["times_floor"]
+    of_rows = {cell["rows"]: cell["ms"]["sampled"] for cell in choices}
+    numbers["gpu_choosing_ms_160_rows"] = of_rows[160]
     return numbers
 
 
@@ -314,7 +350,12 @@ def main(
         steps, facts = run_steps(plan, bytes_per_s, device, progress)
         free_memory()
         drafts = run_drafts(plan, bytes_per_s, device, progress)
-    numbers = headlines(steps, drafts, bytes_per_s)
+        free_memory()
+        choices = [
+            measure_choosing(num_rows, LLAMA_8B.vocab_size, plan, bytes_per_s, device)
+            for num_rows in progress.track(plan.choosing_rows, description="choosing tokens")
+        ]
+    numbers = headlines(steps, drafts, choices, bytes_per_s)
     results = {
         "device": device_facts(device),
         "plan": plan,
@@ -322,6 +363,7 @@ def main(
         "facts": facts,
         "steps": steps,
         "drafts": drafts,
+        "choices": choices,
     }
     write_results(json_file, {**results, "headlines": numbers})
     report_headlines(numbers)

@@ -25,6 +25,7 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.triton_work import (
     MAX_SPLIT_ROWS,
+    UNIT_SIZE,
     SplitRound,
     num_partials,
     partial_places,
@@ -38,8 +39,10 @@ MAX_PARTIAL_BYTES = 512 << 20
 """Partial results of one layer in memory at once."""
 _SHARED_BYTES = 96 << 10
 """Shared memory that a tile may take where the device does not say: what every GPU since Ampere has."""
-_PROGRAMS_PER_PROCESSOR = 4
-"""Programs of a recorded launch, which must do for whatever work it will be given."""
+_PROGRAMS_PER_PROCESSOR = 2
+"""Programs that share split work: as many as a multiprocessor holds, which then has no others to begin."""
+_MAX_DEFERRED_SUMS = 2048
+"""Weights of a tile, above which registers are too few to add them up at the end."""
 _MAX_HEAD_DIM = 256
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -60,6 +63,11 @@ class _Tile:
     num_warps: int
     num_stages: int
 
+    @property
+    def defers_sum(self) -> bool:
+        """Whether weights are added up once per unit of work."""
+        return self.rows * self.keys <= _MAX_DEFERRED_SUMS
+
 
 class _Kind(NamedTuple):
     """What decides the tiles of a layer."""
@@ -75,7 +83,7 @@ class _Work:
     """Units of work of one launch, on the device."""
 
     units: torch.Tensor
-    """int32 [W, 3]: sequence, tile, split."""
+    """int32 [W, 8]: `triton_work.WorkUnit`s."""
     count: torch.Tensor
     """int32 [1]: how many of them are to be done."""
     num_programs: int
@@ -168,9 +176,7 @@ class TritonPagedAttention:
         work = _Work(
             units=static.units,
             count=static.count,
-            num_programs=min(
-                static.units.shape[0] * kind.num_kv_heads, self._num_processors * _PROGRAMS_PER_PROCESSOR
-            ),
+            num_programs=self._num_programs(static.units.shape[0], kind),
             places=static.places,
             is_split=True,
             first_row=0,
@@ -279,10 +285,8 @@ class TritonPagedAttention:
             value_cache,
             out,
             *partials,
-            work.places,
             work.units,
             work.count,
-            metadata.query_start,
             metadata.context_lens,
             metadata.block_tables,
             metadata.positions,
@@ -304,6 +308,7 @@ class TritonPagedAttention:
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
             BLOCK_D=tile.lanes,
+            DEFER_SUM=tile.defers_sum,
             WIDEN=self._interpreted and query.dtype != torch.float32,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -328,7 +333,7 @@ class TritonPagedAttention:
             MAX_SPLITS=_power_of_two(self.max_splits),
             SPLITS_AT_ONCE=min(16, _power_of_two(self.max_splits)),
             BLOCK_D=tile.lanes,
-            num_warps=4,
+            num_warps=max(1, tile.lanes // 128),  # rows are many, and each has little to do
         )
 
     def _works(self, plan: _Plan, layer: LayerAttention, dtype: torch.dtype) -> tuple[_Work, ...]:
@@ -360,7 +365,7 @@ class TritonPagedAttention:
                 split_keys=self.split_keys,
             )
             places = partial_places(query_lens, context_lens, part.sequences, self.split_keys)
-            works.append(_work(units, places, kind, self._device, part))
+            works.append(_work(units, places, self._num_programs(len(units), kind), self._device, part))
         longest = self._max_split_rows
         long = [number for number, rows in enumerate(query_lens) if longest is not None and rows > longest]
         if long:
@@ -372,8 +377,13 @@ class TritonPagedAttention:
                 tile_rows=self._tile(kind, is_split=False).rows,
                 split_keys=None,
             )
-            works.append(_work(units, np.zeros((0, 2), dtype=np.int32), kind, self._device, None))
+            nowhere = np.zeros((0, 2), dtype=np.int32)
+            works.append(_work(units, nowhere, len(units) * kind.num_kv_heads, self._device, None))
         return works
+
+    def _num_programs(self, num_units: int, kind: _Kind) -> int:
+        """Of a launch of split work."""
+        return min(num_units * kind.num_kv_heads, self._num_processors * _PROGRAMS_PER_PROCESSOR)
 
     def _tile(self, kind: _Kind, *, is_split: bool) -> _Tile:
         lanes = max(16, _power_of_two(kind.head_dim))
@@ -382,14 +392,13 @@ class TritonPagedAttention:
             # Eight rows of a verification share each load; more heads than that fill a tile by themselves.
             rows = min(max(16, _power_of_two(8 * _ratio(kind))), 32 if wide else 64)
         else:
-            rows = 32 if wide else 128 if lanes <= 128 else 64
+            rows = 32 if wide else 64
         keys = 32 if wide or lanes > 128 else 64
+        # With n stages, n - 1 tiles of keys and values are in memory or on their way.
         fixed_bytes = rows * (lanes + keys) * kind.item_size
-        stage_bytes = 2 * keys * lanes * kind.item_size
-        num_stages = min(3, max(1, (self._shared_bytes - fixed_bytes) // stage_bytes))
-        return _Tile(
-            rows=rows, keys=keys, lanes=lanes, num_warps=8 if rows >= 128 else 4, num_stages=num_stages
-        )
+        copied_bytes = 2 * keys * lanes * kind.item_size
+        num_stages = 1 + min(2, max(1, (self._shared_bytes - fixed_bytes) // copied_bytes))
+        return _Tile(rows=rows, keys=keys, lanes=lanes, num_warps=4, num_stages=num_stages)
 
 
 class StaticSize(NamedTuple):
@@ -410,7 +419,7 @@ class StaticWork:
 
     metadata: AttentionMetadata
     units: torch.Tensor
-    """int32 [W, 3] with W = `StaticSize.num_units`"""
+    """int32 [W, 8] with W = `StaticSize.num_units`"""
     count: torch.Tensor
     """int32 [1]: how many of them there are."""
     places: torch.Tensor
@@ -471,20 +480,19 @@ def _device_limits(device: torch.device) -> tuple[int, int]:
 def _work(
     units: NDArray[np.int32],
     places: NDArray[np.int32],
-    kind: _Kind,
+    num_programs: int,
     device: torch.device,
     part: SplitRound | None,
 ) -> _Work:
     """Send a launch's work to the device; `part` is what is split, None where nothing is."""
     count = np.array([len(units)], dtype=np.int32)
     # All in one copy.
-    packed = torch.from_numpy(np.concatenate([count, units.reshape(-1), places.reshape(-1)])).to(device)
-    end = 1 + units.size
+    packed = torch.from_numpy(np.concatenate([units.reshape(-1), places.reshape(-1), count])).to(device)
     return _Work(
-        units=packed[1:end].view(-1, 3),
-        count=packed[:1],
-        num_programs=len(units) * kind.num_kv_heads,
-        places=packed[end:].view(-1, 2),
+        units=packed[: units.size].view(-1, UNIT_SIZE),
+        count=packed[-1:],
+        num_programs=num_programs,
+        places=packed[units.size : -1].view(-1, 2),
         is_split=part is not None,
         first_row=0 if part is None else part.first_row,
         num_rows=0 if part is None else part.num_rows,

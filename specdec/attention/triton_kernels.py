@@ -95,8 +95,90 @@ def _visible(
     return visible
 
 
+@triton.jit
+def _unit(work, item, num_items, NUM_KV_HEADS: tl.constexpr):
+    """The unit of work of an item, `triton_work.WorkUnit`; zeros where there is none."""
+    entry = work + (item // NUM_KV_HEADS) * 8
+    there = item < num_items
+    sequence = tl.load(entry, mask=there, other=0)
+    tile = tl.load(entry + 1, mask=there, other=0)
+    split = tl.load(entry + 2, mask=there, other=0)
+    first_row = tl.load(entry + 3, mask=there, other=0)
+    query_len = tl.load(entry + 4, mask=there, other=0)
+    first_place = tl.load(entry + 5, mask=there, other=0)
+    places_per_row = tl.load(entry + 6, mask=there, other=0)
+    return sequence, tile, split, first_row, query_len, first_place, places_per_row
+
+
+@triton.jit
+def _blocks(block_tables, sequence, table_width, cached_n, BLOCK_SIZE: tl.constexpr):
+    """Blocks of cached keys, int32 [n]; those of keys that do not exist may be any."""
+    index_n = cached_n // BLOCK_SIZE
+    table = block_tables + sequence.to(tl.int64) * table_width
+    return tl.load(table + index_n, mask=index_n < table_width, other=0)
+
+
+@triton.jit
+def _places(
+    block_n,
+    cached_n,
+    kv_head,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Where in the pools the keys and values of a head begin, int64 [n]."""
+    return ((block_n.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + cached_n % BLOCK_SIZE) * HEAD_DIM
+
+
+@triton.jit
+def _take_keys(
+    query_MD,
+    key_nD,
+    value_nD,
+    seen_Mn,
+    max_M,
+    sum_M,
+    acc_MD,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    ALL_SEEN: tl.constexpr,
+    DEFER_SUM: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867) over a tile of keys.
+
+    With DEFER_SUM `sum_M` is [M, n], and what the lanes have is added up by the caller, once.
+    """
+    dtype = value_nD.dtype
+    if WIDEN:
+        key_nD = key_nD.to(tl.float32)
+        value_nD = value_nD.to(tl.float32)
+    score_Mn = tl.dot(query_MD, tl.trans(key_nD), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        score_Mn = softcap * 1.4426950408889634 * _tanh(score_Mn / softcap)
+    if not ALL_SEEN:
+        score_Mn = tl.where(seen_Mn, score_Mn, float("-inf"))
+    new_max_M = tl.maximum(max_M, tl.max(score_Mn, 1))
+    # Rows that have seen no key yet: -inf minus -inf would be NaN.
+    base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    weight_Mn = tl.exp2(score_Mn - base_M[:, None])
+    shrink_M = tl.exp2(max_M - base_M)
+    if DEFER_SUM:
+        sum_M = sum_M * shrink_M[:, None] + weight_Mn
+    else:
+        sum_M = sum_M * shrink_M + tl.sum(weight_Mn, 1)
+    rounded_Mn = weight_Mn.to(dtype)
+    if WIDEN:
+        rounded_Mn = rounded_Mn.to(tl.float32)
+    acc_MD = acc_MD * shrink_M[:, None]
+    acc_MD = tl.dot(rounded_Mn, value_nD, acc_MD, input_precision="ieee")
+    return new_max_M, sum_M, acc_MD
+
+
 # Work lists are packed without alignment: specialised on it, the kernels would be compiled again and again.
-@triton.jit(do_not_specialize=["partial_places", "work", "num_work", "table_width", "mask_width"])
+@triton.jit(do_not_specialize=["work", "num_work", "table_width", "mask_width"])
 def attend_kernel(
     query,
     key_cache,
@@ -105,10 +187,8 @@ def attend_kernel(
     partial_out,
     partial_max,
     partial_sum,
-    partial_places,
     work,
     num_work,
-    query_start,
     context_lens,
     block_tables,
     positions,
@@ -130,31 +210,57 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEFER_SUM: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Attention of units of work, which the programs take in turns.
 
-    `work` is int32 [num_work, 3]: sequence, tile, split. With SPLIT_KEYS = 0 there are no splits; otherwise a
-    sequence of one split writes its output, and one of several leaves partial results, fp32: `partial_out`
-    [places, H, D], not divided by their sum, `partial_max` and `partial_sum` [places, H]. `partial_places`,
-    int32 [S, 2], says at which place those of a sequence begin and how many each of its rows has.
-    `scale` is in base 2 unless there is a softcap. WIDEN computes products of low-precision numbers in fp32,
-    for the interpreter, which has no bfloat16.
+    `work` is int32 [num_work, 8], `triton_work.WorkUnit`s. With SPLIT_KEYS = 0 there are no splits; otherwise
+    a sequence of one split writes its output, and one of several leaves partial results, fp32: `partial_out`
+    [places, H, D], not divided by their sum, `partial_max` and `partial_sum` [places, H].
+    `scale` is in base 2 unless there is a softcap. DEFER_SUM adds weights up once per unit instead of once
+    per tile, which takes registers. WIDEN computes products of low-precision numbers in fp32, for the
+    interpreter, which has no bfloat16.
+
+    Reading K/V is what takes the time, so that nothing may wait between two reads: keys are copied two tiles
+    ahead, the blocks that they are in are known another tile ahead, and what the next unit begins with is
+    loaded during this one.
     """
     num_items = tl.load(num_work) * NUM_KV_HEADS
     index_M = tl.arange(0, BLOCK_M)
     index_n = tl.arange(0, BLOCK_N)
     lane_D = tl.arange(0, BLOCK_D)
     in_head_D = lane_D < HEAD_DIM
+    item = tl.program_id(0)
+    sequence, tile, split, first_row, query_len, first_place, places_per_row = _unit(
+        work, item, num_items, NUM_KV_HEADS
+    )
+    context_len = tl.load(context_lens + sequence)
+    block_n = _blocks(block_tables, sequence, table_width, split * SPLIT_KEYS + index_n, BLOCK_SIZE)
+    (
+        next_sequence,
+        next_tile,
+        next_split,
+        next_first_row,
+        next_query_len,
+        next_first_place,
+        next_places_per_row,
+    ) = _unit(work, item + tl.num_programs(0), num_items, NUM_KV_HEADS)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        next_context_len = tl.load(context_lens + next_sequence)
+        next_block_n = _blocks(
+            block_tables, next_sequence, table_width, next_split * SPLIT_KEYS + index_n, BLOCK_SIZE
+        )
+        (
+            third_sequence,
+            third_tile,
+            third_split,
+            third_first_row,
+            third_query_len,
+            third_first_place,
+            third_places_per_row,
+        ) = _unit(work, item + 2 * tl.num_programs(0), num_items, NUM_KV_HEADS)
         kv_head = item % NUM_KV_HEADS
-        entry = work + (item // NUM_KV_HEADS) * 3
-        sequence = tl.load(entry)
-        tile = tl.load(entry + 1)
-        split = tl.load(entry + 2)
-        first_row = tl.load(query_start + sequence)
-        query_len = tl.load(query_start + sequence + 1) - first_row
-        context_len = tl.load(context_lens + sequence)
         start = context_len - query_len
         lowest_row = (tile * BLOCK_M) // RATIO
         lowest_key = 0
@@ -163,10 +269,9 @@ def attend_kernel(
             if not HAS_MASK:
                 lowest_position = start + lowest_row
             lowest_key = tl.maximum(lowest_position - (WINDOW - 1), 0)
-        first = 0
+        first = split * SPLIT_KEYS
         end = context_len
         if SPLIT_KEYS > 0:
-            first = split * SPLIT_KEYS
             end = tl.minimum(context_len, first + SPLIT_KEYS)
         if (first < context_len) & (lowest_key < end):
             flat_M = tile * BLOCK_M + index_M
@@ -178,6 +283,7 @@ def attend_kernel(
                 end = tl.minimum(end, start + highest_row + 1)
             if WINDOW > 0:
                 first = tl.maximum(first, lowest_key // BLOCK_N * BLOCK_N)
+                block_n = _blocks(block_tables, sequence, table_width, first + index_n, BLOCK_SIZE)
             query_offset_M = (first_row + row_M).to(tl.int64) * query_row_stride + head_M * query_head_stride
             query_MD = tl.load(
                 query + query_offset_M[:, None] + lane_D[None, :],
@@ -187,22 +293,51 @@ def attend_kernel(
             if WIDEN:
                 query_MD = query_MD.to(tl.float32)
             max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            sum_M = tl.zeros([BLOCK_M], tl.float32)
             acc_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            table = block_tables + sequence.to(tl.int64) * table_width
-            for low in range(first, end, BLOCK_N):
+            if DEFER_SUM:
+                sum_M = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            else:
+                sum_M = tl.zeros([BLOCK_M], tl.float32)
+            # Keys older than this step are seen by all its rows: whole tiles of them need no mask.
+            masked_from = first
+            if WINDOW == 0:
+                masked_from = first + tl.maximum(tl.minimum(end, start) - first, 0) // BLOCK_N * BLOCK_N
+            for low in range(first, masked_from, BLOCK_N):
                 cached_n = low + index_n
-                exists_n = cached_n < context_len
-                block_n = tl.load(table + cached_n // BLOCK_SIZE, mask=exists_n, other=0).to(tl.int64)
-                place_n = ((block_n * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + cached_n % BLOCK_SIZE) * HEAD_DIM
-                loaded = exists_n[:, None] & in_head_D[None, :]
+                place_n = _places(block_n, cached_n, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+                block_n = _blocks(block_tables, sequence, table_width, cached_n + BLOCK_N, BLOCK_SIZE)
+                place_nD = place_n[:, None] + lane_D[None, :]
+                if HEAD_DIM == BLOCK_D:
+                    key_nD = tl.load(key_cache + place_nD)
+                    value_nD = tl.load(value_cache + place_nD)
+                else:
+                    key_nD = tl.load(key_cache + place_nD, mask=in_head_D[None, :], other=0.0)
+                    value_nD = tl.load(value_cache + place_nD, mask=in_head_D[None, :], other=0.0)
+                max_M, sum_M, acc_MD = _take_keys(
+                    query_MD,
+                    key_nD,
+                    value_nD,
+                    None,
+                    max_M,
+                    sum_M,
+                    acc_MD,
+                    scale,
+                    softcap,
+                    HAS_SOFTCAP,
+                    True,
+                    DEFER_SUM,
+                    WIDEN,
+                )
+            for low in range(masked_from, end, BLOCK_N):
+                cached_n = low + index_n
+                place_n = _places(block_n, cached_n, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+                block_n = _blocks(block_tables, sequence, table_width, cached_n + BLOCK_N, BLOCK_SIZE)
+                place_nD = place_n[:, None] + lane_D[None, :]
                 # Keys and values past the context may be anything, NaN included: they are never read.
-                key_nD = tl.load(key_cache + place_n[:, None] + lane_D[None, :], mask=loaded, other=0.0)
-                if WIDEN:
-                    key_nD = key_nD.to(tl.float32)
-                score_Mn = tl.dot(query_MD, tl.trans(key_nD), input_precision="ieee") * scale
-                if HAS_SOFTCAP:
-                    score_Mn = softcap * 1.4426950408889634 * _tanh(score_Mn / softcap)
+                exists_n = cached_n < context_len
+                loaded_nD = exists_n[:, None] & in_head_D[None, :]
+                key_nD = tl.load(key_cache + place_nD, mask=loaded_nD, other=0.0)
+                value_nD = tl.load(value_cache + place_nD, mask=loaded_nD, other=0.0)
                 visible_Mn = _visible(
                     cached_n - start,
                     row_M,
@@ -216,38 +351,47 @@ def attend_kernel(
                     WINDOW,
                     HAS_MASK,
                 )
-                score_Mn = tl.where(visible_Mn & exists_n[None, :], score_Mn, float("-inf"))
-                new_max_M = tl.maximum(max_M, tl.max(score_Mn, 1))
-                # Rows that have seen no key yet: -inf minus -inf would be NaN.
-                base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-                weight_Mn = tl.exp2(score_Mn - base_M[:, None])
-                shrink_M = tl.exp2(max_M - base_M)
-                sum_M = sum_M * shrink_M + tl.sum(weight_Mn, 1)
-                value_nD = tl.load(value_cache + place_n[:, None] + lane_D[None, :], mask=loaded, other=0.0)
-                rounded_Mn = weight_Mn.to(value_cache.dtype.element_ty)
-                if WIDEN:
-                    rounded_Mn = rounded_Mn.to(tl.float32)
-                    value_nD = value_nD.to(tl.float32)
-                acc_MD = acc_MD * shrink_M[:, None]
-                acc_MD = tl.dot(rounded_Mn, value_nD, acc_MD, input_precision="ieee")
-                max_M = new_max_M
-            divisor_M = tl.where(sum_M == 0.0, 1.0, sum_M)  # rows beyond the tile have seen nothing
+                max_M, sum_M, acc_MD = _take_keys(
+                    query_MD,
+                    key_nD,
+                    value_nD,
+                    visible_Mn & exists_n[None, :],
+                    max_M,
+                    sum_M,
+                    acc_MD,
+                    scale,
+                    softcap,
+                    HAS_SOFTCAP,
+                    False,
+                    DEFER_SUM,
+                    WIDEN,
+                )
+            if DEFER_SUM:
+                total_M = tl.sum(sum_M, 1)
+            else:
+                total_M = sum_M
             kept_MD = in_tile_M[:, None] & in_head_D[None, :]
-            out_row_M = (first_row + row_M).to(tl.int64) * (NUM_KV_HEADS * RATIO) + head_M
             if SPLIT_KEYS == 0 or context_len <= SPLIT_KEYS:
+                divisor_M = tl.where(total_M == 0.0, 1.0, total_M)  # rows beyond the tile have seen nothing
+                out_row_M = (first_row + row_M).to(tl.int64) * (NUM_KV_HEADS * RATIO) + head_M
                 tl.store(
                     out + out_row_M[:, None] * HEAD_DIM + lane_D[None, :],
                     acc_MD / divisor_M[:, None],
                     mask=kept_MD,
                 )
             else:
-                first_place = tl.load(partial_places + 2 * sequence)
-                places_per_row = tl.load(partial_places + 2 * sequence + 1)
                 place_M = (first_place + row_M * places_per_row + split).to(tl.int64)
                 place_M = place_M * (NUM_KV_HEADS * RATIO) + head_M
                 tl.store(partial_out + place_M[:, None] * HEAD_DIM + lane_D[None, :], acc_MD, mask=kept_MD)
                 tl.store(partial_max + place_M, max_M, mask=in_tile_M)
-                tl.store(partial_sum + place_M, sum_M, mask=in_tile_M)
+                tl.store(partial_sum + place_M, total_M, mask=in_tile_M)
+        sequence, tile, split = next_sequence, next_tile, next_split
+        first_row, query_len = next_first_row, next_query_len
+        first_place, places_per_row = next_first_place, next_places_per_row
+        context_len, block_n = next_context_len, next_block_n
+        next_sequence, next_tile, next_split = third_sequence, third_tile, third_split
+        next_first_row, next_query_len = third_first_row, third_query_len
+        next_first_place, next_places_per_row = third_first_place, third_places_per_row
 
 
 @triton.jit(do_not_specialize=["partial_places", "first_row"])

@@ -20,11 +20,22 @@ MAX_SPLITS = 256
 
 
 class WorkUnit(NamedTuple):
-    """A row of the kernels' work list."""
+    """A row of the kernels' work list: all of a sequence that does not change while a step is repeated."""
 
     sequence: int
     tile: int
     split: int
+    first_row: int
+    """Of the sequence, in the batch."""
+    query_len: int
+    first_place: int
+    """See `partial_places`; zeros where there are no splits."""
+    places_per_row: int
+    unused: int = 0
+    """A unit is 32 bytes: one access to memory."""
+
+
+UNIT_SIZE = len(WorkUnit._fields)
 
 
 def split_keys_for(max_context: int) -> int:
@@ -42,7 +53,9 @@ def work_units(
     tile_rows: int,
     split_keys: int | None,
 ) -> NDArray[np.int32]:
-    """Return the work of these `sequences` (indices into the lists) as int32 [W, 3], `WorkUnit`s.
+    """Return the work of these `sequences` (indices into the lists) as int32 [W, 8], `WorkUnit`s.
+
+    Whole splits come first: programs that take units in turns then have about as much to do as each other.
 
     Args:
         query_lens: rows of each sequence in this step.
@@ -53,16 +66,28 @@ def work_units(
         split_keys: keys per split; None: all keys at once.
     """
     index_S = np.array(sequences, dtype=np.int32)
-    tiles_S = -(-np.array(query_lens, dtype=np.int32)[index_S] * ratio // tile_rows)
+    query_lens_B = np.array(query_lens, dtype=np.int32)
+    lens_S = query_lens_B[index_S]
+    tiles_S = -(-lens_S * ratio // tile_rows)
     splits_S = np.ones_like(tiles_S)
+    fields_S = np.zeros((len(index_S), UNIT_SIZE), dtype=np.int32)
+    fields_S[:, 0] = index_S
+    fields_S[:, 3] = (query_lens_B.cumsum() - query_lens_B)[index_S]
+    fields_S[:, 4] = lens_S
     if split_keys is not None:
-        splits_S = -(-np.array(context_lens, dtype=np.int32)[index_S] // split_keys)
+        contexts_S = np.array(context_lens, dtype=np.int32)[index_S]
+        splits_S = -(-contexts_S // split_keys)
+        fields_S[:, 5:7] = partial_places(query_lens, context_lens, sequences, split_keys)[index_S]
     counts_S = tiles_S * splits_S
     number_W = np.arange(counts_S.sum(), dtype=np.int32) - np.repeat(counts_S.cumsum() - counts_S, counts_S)
     splits_W = np.repeat(splits_S, counts_S)
-    return np.stack([np.repeat(index_S, counts_S), number_W // splits_W, number_W % splits_W], axis=1).astype(
-        np.int32
-    )
+    units_W = np.repeat(fields_S, counts_S, axis=0)
+    units_W[:, 1] = number_W // splits_W
+    units_W[:, 2] = number_W % splits_W
+    if split_keys is None:
+        return units_W
+    is_cut_W = (units_W[:, 2] + 1) * split_keys > np.repeat(contexts_S, counts_S)
+    return units_W[np.argsort(is_cut_W, kind="stable")]
 
 
 def num_partials(query_lens: Sequence[int], context_lens: Sequence[int], split_keys: int) -> int:

@@ -12,6 +12,7 @@ from specdec.core.idle_work import IdleWork
 from specdec.model.config import CompileConfig
 from specdec.model.cuda_graphs import CudaForward, can_be_recorded, recordable, recording_bytes
 from specdec.model.fused_norms import fuse_norms
+from specdec.model.fused_rotary import fuse_rotary
 from specdec.model.graphs import CompiledForward, can_stay_compiled, packed_weight_bytes
 from specdec.model.loader import LoadedModel
 from specdec.model.packed_weights import PackedWeights
@@ -59,6 +60,7 @@ def accelerate(runner: ModelRunner, config: CompileConfig, like: Acceleration | 
     if runner.loaded.device.type == "cuda":
         if recordable(runner, config) is not None:
             fuse_norms(runner.loaded.model)
+            fuse_rotary(runner.loaded.model)
         elif config.mode == "auto" and config.cuda_graph_max_rows > 0:
             logger.warning(
                 "%s runs eagerly, without CUDA graphs, which is slower where batches are small: steps with "

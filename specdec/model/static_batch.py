@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from specdec.attention.base import PagedBatch
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.triton import StaticWork, TritonPagedAttention
+from specdec.attention.triton_work import UNIT_SIZE
 from specdec.model.runner import ForwardInputs, ModelRunner
 
 _ALIGNMENT = 256
@@ -24,21 +25,23 @@ Field = tuple[type[np.generic], tuple[int, ...]]
 
 
 class PackedArrays:
-    """Arrays one behind the other in host memory, and their twins on a device, filled by a single copy."""
+    """Arrays one behind the other in host memory, and their twins on a device, filled by few copies."""
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device) -> None:
-        """Lay out zeros. The last field may be sent in part."""
+        """Lay out zeros."""
         offsets: dict[str, int] = {}
+        self._ends: dict[str, int] = {}
+        """With what is left free up to the next array."""
         size = 0
         for name, (dtype, shape) in fields.items():
             offsets[name] = size
             size += -(-math.prod(shape) * np.dtype(dtype).itemsize // _ALIGNMENT) * _ALIGNMENT
+            self._ends[name] = size
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._sent = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
-        self._last = list(fields)[-1]
-        self._last_offset = offsets[self._last]
+        self._offsets = offsets
         self.host: dict[str, NDArray[np.generic]] = {}
         self.device: dict[str, torch.Tensor] = {}
         for name, (dtype, shape) in fields.items():
@@ -53,14 +56,19 @@ class PackedArrays:
         if self._sent is not None:
             self._sent.synchronize()
 
-    def send(self, num_last: int | None = None) -> None:
-        """Copy all arrays to the device; of the last one only the first `num_last` rows, where given."""
-        end = self._host.shape[0]
-        if num_last is not None:
-            end = self._last_offset + num_last * self.host[self._last][0].nbytes
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+    def send(self, **num_rows: int) -> None:
+        """Copy all arrays to the device: of those named, in their order here, so many of their first rows."""
+        begin = 0
+        for name, count in num_rows.items():
+            self._copy(begin, self._offsets[name] + count * self.host[name][0].nbytes)
+            begin = self._ends[name]
+        self._copy(begin, self._host.shape[0])
         if self._sent is not None:
             self._sent.record()
+
+    def _copy(self, begin: int, end: int) -> None:
+        if begin < end:
+            self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
 
 
 class StaticBatch:
@@ -96,7 +104,7 @@ class StaticBatch:
                 "context_lens": (np.int32, (num_rows,)),
                 "row_sequences": (np.int32, (num_rows,)),
                 "count": (np.int32, (1,)),
-                "units": (np.int32, (size.num_units, 3)),
+                "units": (np.int32, (size.num_units, UNIT_SIZE)),
                 "places": (np.int32, (num_rows, 2)),
                 "block_tables": (np.int32, (num_rows, table_width)),
             },
@@ -161,7 +169,7 @@ class StaticBatch:
         host["places"][:sequences] = places
         width = metadata.block_tables.shape[1]
         host["block_tables"][:sequences, :width] = metadata.block_tables.numpy()
-        self._arrays.send(sequences)
+        self._arrays.send(units=len(units), block_tables=sequences)
 
     def forward(self) -> torch.Tensor:
         """Run the model; logits [num_logits, vocab], of which those of the filled rows mean something.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from specdec.attention.triton import StaticWork, TritonPagedAttention
+from specdec.attention.triton_work import UNIT_SIZE
 from specdec.core.proposal import NoiseStream
 from specdec.model.batch import NO_TOKEN
 from specdec.model.config import CompileConfig
@@ -183,7 +184,7 @@ class _ChainGraph:
                 "integers": (np.int64, (3, num_seqs)),
                 "reals": (np.float64, (3, num_seqs)),
                 "count": (np.int32, (1,)),
-                "units": (np.int32, (self._size.num_units, 3)),
+                "units": (np.int32, (self._size.num_units, UNIT_SIZE)),
                 "places": (np.int32, (num_seqs, 2)),
                 "block_tables": (np.int32, (num_seqs, table_width)),
             },
@@ -232,7 +233,7 @@ class _ChainGraph:
         for table, start, context in zip(host["block_tables"], starts, contexts, strict=False):
             num_blocks = -(-context // self._runner.block_size)
             table[:num_blocks] = start.block_table[:num_blocks]
-        self._arrays.send(count)
+        self._arrays.send(units=len(units), block_tables=count)
 
     def _leave_to_nobody(self, first: int) -> None:
         """Let the sequences from `first` on draft nothing, greedily."""

@@ -1,12 +1,17 @@
-"""The noise of `specdec.sampling.noise` for rows of tensors, in ops that every device has.
+"""The noise of `specdec.sampling.noise` for rows of tensors: in ops that every device has, or as one kernel.
 
 R rows, V token ids. 64-bit unsigned arithmetic runs in int64, where sums and products wrap alike.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+from typing import Any
+
 import torch
 
+from specdec.attention.triton import is_interpreted, launch
 from specdec.core.proposal import NoiseStream
 from specdec.sampling.noise import MULTIPLIER_1, MULTIPLIER_2, STREAM_TAGS, WEYL
 
@@ -25,6 +30,7 @@ _NUMBERS_AT_ONCE = 1 << 15
 """Intermediate int64 and float64 values of so many stay in a core's cache."""
 _NUMBERS_AT_ONCE_ELSEWHERE = 1 << 23
 """On devices they take 32 bytes each, which no pool leaves room for but in pieces: so many, 256 MiB."""
+_NUMBERS_PER_PROGRAM = 1024
 
 
 def row_keys(seeds_R: torch.Tensor, positions_R: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
@@ -50,7 +56,47 @@ def gumbels_from_hash(hash_bits: torch.Tensor) -> torch.Tensor:
 
 
 def gumbel_rows(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int = 0) -> torch.Tensor:
-    """Return g in fp32 [R, vocab_size]."""
+    """Return g in fp32 [R, vocab_size]: on a GPU with Triton as one kernel, instead of fifty."""
+    if row_keys_R.is_cuda and (kernels := _import_kernels()) is not None:
+        return _gumbel_rows_by(kernels, row_keys_R, vocab_size, first_token_id)
+    return _gumbel_rows_by_ops(row_keys_R, vocab_size, first_token_id)
+
+
+def _gumbel_rows_by(
+    kernels: Any, row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int
+) -> torch.Tensor:
+    num_rows = row_keys_R.shape[0]
+    noise_RV = torch.empty(num_rows, vocab_size, device=row_keys_R.device)
+    if num_rows > 0:
+        launch(
+            kernels.gumbel_kernel,
+            (num_rows, -(-vocab_size // _NUMBERS_PER_PROGRAM)),
+            row_keys_R.contiguous(),
+            noise_RV,
+            first_token_id,
+            vocab_size,
+            WEYL=_WEYL,
+            MULTIPLIER_1=_MULTIPLIER_1,
+            MULTIPLIER_2=_MULTIPLIER_2,
+            BLOCK=_NUMBERS_PER_PROGRAM,
+            INTERPRETED=is_interpreted(),
+            num_warps=4,
+        )
+    return noise_RV
+
+
+@functools.cache
+def _import_kernels() -> Any:
+    """The Triton kernels, or None where the package is missing."""
+    try:
+        return importlib.import_module("specdec.sampling.noise_kernels")
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("triton"):
+            raise
+        return None
+
+
+def _gumbel_rows_by_ops(row_keys_R: torch.Tensor, vocab_size: int, first_token_id: int) -> torch.Tensor:
     num_rows = row_keys_R.shape[0]
     numbers_at_once = _NUMBERS_AT_ONCE if row_keys_R.is_cpu else _NUMBERS_AT_ONCE_ELSEWHERE
     rows_at_once = max(1, numbers_at_once // vocab_size)

@@ -49,7 +49,7 @@ def test_headlines_are_of_one_sequence_and_of_the_largest_batch() -> None:
         cell(32, 4096, 1, 1.5),
         cell(32, 4096, 5, 1.7),
     ]
-    numbers = headlines(steps, [{"times_floor": 1.25}], 4e12)
+    numbers = headlines(steps, [{"times_floor": 1.25}], [{"rows": 160, "ms": {"sampled": 0.5}}], 4e12)
     assert numbers == {
         "gpu_bandwidth_tb_s": 4.0,
         "gpu_decode_ms_b1": 2.0,
@@ -58,4 +58,5 @@ def test_headlines_are_of_one_sequence_and_of_the_largest_batch() -> None:
         "gpu_decode_times_floor_largest": 1.5,
         "gpu_graphs_speedup_b1": 5.0,
         "gpu_draft_loop_times_floor_b1": 1.25,
+        "gpu_choosing_ms_160_rows": 0.5,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import sys
@@ -20,6 +21,7 @@ from specdec.model.batch import PositionShift, SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.cuda_graphs import CudaForward
 from specdec.model.fused_norms import fuse_norms
+from specdec.model.fused_rotary import fuse_rotary
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.draft_graph import GraphedDraftLoop
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_BLOCKS = 200
 ARCHITECTURES = ("llama", "gemma2", "mistral", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon", "olmo2")
+ROTATING = ("llama", "gemma2", "gemma3", "mistral", "qwen2", "qwen3", "phi3", "falcon", "olmo2", "llama_yarn")
 
 
 def load(folder: Path, architecture: str) -> LoadedModel:
@@ -181,3 +184,17 @@ def test_fused_norms_are_the_models_own(architecture: str, dtype: torch.dtype) -
             torch.testing.assert_close(got, wanted, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
             if dtype is torch.bfloat16:
                 assert (got != wanted).float().mean() < 0.02
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize("architecture", ROTATING)
+def test_fused_rotations_are_the_models_own(architecture: str, dtype: torch.dtype) -> None:
+    model: Any = make_model(architecture).to("cuda", dtype).eval()
+    fused = copy.deepcopy(model)
+    assert fuse_rotary(fused) == model.config.get_text_config().num_hidden_layers
+    input_ids = torch.arange(70, device="cuda")[None] * 7 % VOCAB_SIZE
+    with torch.inference_mode():
+        expected = model(input_ids=input_ids, use_cache=False).logits
+        assert torch.equal(fused(input_ids=input_ids, use_cache=False).logits, expected)

@@ -19,6 +19,7 @@ from specdec.attention.base import AttentionBackend
 from specdec.attention.triton import TritonPagedAttention, TritonUnavailable
 from specdec.attention.triton_work import (
     MAX_SPLIT_ROWS,
+    WorkUnit,
     num_partials,
     partial_places,
     split_keys_for,
@@ -108,13 +109,21 @@ def test_work_covers_every_row_and_key_once(
     assert units.dtype == np.int32
     assert len({tuple(unit) for unit in units.tolist()}) == len(units)
     for number, (rows, start) in enumerate(lens):
-        own = [(tile, split) for sequence, tile, split in units.tolist() if sequence == number]
+        mine = [WorkUnit(*unit) for unit in units.tolist() if unit[0] == number]
+        assert {(unit.first_row, unit.query_len) for unit in mine} == {(sum(query_lens[:number]), rows)}
+        own = [(unit.tile, unit.split) for unit in mine]
         tiles, splits = {tile for tile, _ in own}, {split for _, split in own}
         assert len(own) == len(tiles) * len(splits)
         assert tiles == set(range(-(-rows * ratio // tile_rows)))
         expected = 1 if split_keys is None else -(-(rows + start) // split_keys)
         assert splits == set(range(expected))
-    if split_keys is not None:  # what static memory is sized by
+    if split_keys is not None:
+        places = partial_places(query_lens, context_lens, range(len(lens)), split_keys)
+        assert all(unit[5:7] == places[unit[0]].tolist() for unit in units.tolist())
+        lengths = [min(split_keys, context_lens[unit[0]] - unit[2] * split_keys) for unit in units.tolist()]
+        num_whole = lengths.count(split_keys)
+        assert set(lengths[:num_whole]) <= {split_keys}, "whole splits come first"
+        # What static memory is sized by.
         assert len(units) <= num_partials(query_lens, context_lens, split_keys) * -(-ratio // tile_rows)
 
 

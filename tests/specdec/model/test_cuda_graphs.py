@@ -171,20 +171,31 @@ def test_switched_off(pair_of: PairOf, reason: str) -> None:
     assert forward.try_run(runner.pack(batch([(0, 1)], seed=0))) is None
 
 
-def test_arrays_travel_together_and_the_last_in_part() -> None:
+def test_arrays_travel_together_and_some_in_part() -> None:
     import numpy as np
 
     arrays = PackedArrays(
-        {"wide": (np.int64, (3,)), "odd": (np.int32, (5,)), "table": (np.int32, (4, 2))}, torch.device("cpu")
+        {
+            "wide": (np.int64, (3,)),
+            "long": (np.int32, (90, 2)),
+            "odd": (np.int32, (5,)),
+            "table": (np.int32, (4, 2)),
+        },
+        torch.device("cpu"),
     )
     arrays.host["wide"][:] = [1, -2, 3]
+    arrays.host["long"][:] = 5
     arrays.host["odd"][:] = 7
     arrays.host["table"][:] = 9
     assert not arrays.device["wide"].any()
-    arrays.send(num_last=1)
+    arrays.send(long=80, table=1)
     assert arrays.device["wide"].tolist() == [1, -2, 3]
+    assert arrays.device["long"].sum(1).tolist() == [10] * 80 + [0] * 10
     assert arrays.device["odd"].tolist() == [7] * 5
     assert arrays.device["table"].tolist() == [[9, 9], [0, 0], [0, 0], [0, 0]]
+    arrays.send(long=0, table=3)
+    assert arrays.device["long"].sum(1).tolist() == [10] * 80 + [0] * 10
     arrays.send()
+    assert arrays.device["long"].eq(5).all()
     assert arrays.device["table"].eq(9).all()
     assert all(tensor.data_ptr() % 64 == 0 for tensor in arrays.device.values())

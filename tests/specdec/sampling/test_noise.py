@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from specdec.core.proposal import NoiseStream
-from specdec.sampling import noise
+from specdec.sampling import noise, noise_rows
 from specdec.sampling.noise_rows import (
     as_signed,
     gumbel_rows,
@@ -22,6 +22,7 @@ from specdec.sampling.noise_rows import (
     row_keys,
     uniforms_from_hash,
 )
+from tests.triton_interpreter import needs_interpreter
 
 STREAMS: tuple[NoiseStream, ...] = ("target", "accept", "residual", "draft")
 LARGEST_HASH = 2**32 - 1
@@ -97,6 +98,21 @@ def test_a_gpu_makes_the_same_noise() -> None:
         torch.testing.assert_close(
             gumbel_rows(here, 5000), gumbel_rows(there, 5000).cpu(), rtol=1.2e-7, atol=1e-12
         )
+        assert torch.equal(gumbel_rows(there, 5000, 7), noise_rows._gumbel_rows_by_ops(there, 5000, 7))
+
+
+@needs_interpreter
+def test_the_kernel_makes_the_same_noise() -> None:
+    kernels = noise_rows._import_kernels()
+    keys = row_keys(
+        torch.tensor([as_signed(seed) for seed, _, _ in GOLDEN]),
+        torch.tensor([position for _, position, _ in GOLDEN]),
+        "residual",
+    )
+    for vocab_size, first in ((1, 0), (1500, 0), (1024, 128_000)):
+        by_kernel = noise_rows._gumbel_rows_by(kernels, keys, vocab_size, first)
+        torch.testing.assert_close(by_kernel, gumbel_rows(keys, vocab_size, first), rtol=1.2e-7, atol=1e-12)
+    assert noise_rows._gumbel_rows_by(kernels, keys[:0], 5, 0).shape == (0, 5)
 
 
 def test_the_extremes_are_finite() -> None:
