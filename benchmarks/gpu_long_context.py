@@ -6,7 +6,7 @@
 The model has the shape of Llama 3.1 8 B and random weights in bf16, over a paged cache of random K/V; batch
 16 to 128 and contexts of 4k to 64k, as far as the memory goes. A round is what the target does in the engine
 (`LocalTarget`): packing, k drafts through a selected block table, the verification of all of them, and every
-choice of a token, by the host's clock, with CUDA graphs where decoding has them. What random weights accept
+choice of a token, by the host's clock, with the CUDA graphs that the engine has. What random weights accept
 means nothing, so acceptance is made up: each draft token stands with probability 0.8. Then
 
     speedup = Omega t(plain) / t(k),    Omega = (1 - .8^(k+1)) / (1 - .8),    the best k
@@ -51,6 +51,8 @@ from specdec.kv.block_table import num_blocks_for
 from specdec.kv.pool import FIRST_BLOCK
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.runner import ModelRunner
+from specdec.proposers.draft_graph import GraphedDraftLoop
+from specdec.proposers.draft_loop import FusedDraftLoop
 from specdec.sampling.sampler import Sampler
 
 _MAX_CONTEXT = 65536
@@ -160,9 +162,18 @@ def roofline_of(runner: ModelRunner, weight_bytes: int, machine: Machine) -> Roo
 class Rounds:
     """A batch of one shape in the target, whose rounds can be repeated: each begins where the others did."""
 
-    def __init__(self, runner: ModelRunner, batch: int, context: int, budget: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        batch: int,
+        context: int,
+        budget: int,
+        loop: FusedDraftLoop | None = None,
+    ) -> None:
         kv = KvSelectionConfig.model_validate({"policy": "streaming", "budget": budget})
-        self._target = LocalTarget(runner, Sampler(), self_drafting=kv.make(runner.block_size))
+        self._target = LocalTarget(
+            runner, Sampler(), self_drafting=kv.make(runner.block_size), self_loop=loop
+        )
         self._ids = [RequestId(f"long-{index}") for index in range(batch)]
         self._context = context
         self._num_steps = itertools.count()
@@ -204,11 +215,16 @@ def _tables(batch: int, num_blocks: int) -> list[tuple[int, ...]]:
 
 
 def measure_cell(
-    runner: ModelRunner, roofline: Roofline, shape: tuple[int, int], budget: int, plan: Plan
+    runner: ModelRunner,
+    roofline: Roofline,
+    shape: tuple[int, int],
+    budget: int,
+    plan: Plan,
+    loop: FusedDraftLoop | None = None,
 ) -> dict[str, Any]:
     """Measure one batch, context and budget: plain rounds, and those of every k."""
     batch, context = shape
-    rounds = Rounds(runner, batch, context, budget)
+    rounds = Rounds(runner, batch, context, budget, loop)
     seconds: dict[int, float] = {}
     for k in (0, *plan.lengths):
         if rounds.round(k) != k * batch:
@@ -346,10 +362,20 @@ def run_shapes(
     subject = Subject(config, num_tokens, plan.max_rows, device, _MAX_CONTEXT + _SPARE)
     record_s = subject.record()
     subject.runner.graphs = subject.graphs
+    loop = GraphedDraftLoop(
+        subject.runner,
+        subject.config,
+        vocab_size=subject.runner.vocab_size,
+        num_draft_tokens=max(plan.lengths),
+        max_num_seqs=max(batch for batch, _ in shapes),
+        max_read=1,
+    )
+    if loop.warm_up() != "ready":
+        raise SystemExit("the draft loop cannot be recorded; a log line says why")
     roofline = roofline_of(subject.runner, subject.num_weight_bytes, machine)
     cells = list(itertools.product(shapes, plan.budgets))
     return [
-        measure_cell(subject.runner, roofline, shape, budget, plan)
+        measure_cell(subject.runner, roofline, shape, budget, plan, loop)
         for shape, budget in progress.track(cells, description=f"rounds, {config.num_hidden_layers} layers")
     ], record_s
 

@@ -272,6 +272,7 @@ class TritonPagedAttention:
         plan: _Plan,
         layer: LayerAttention,
     ) -> None:
+        assert layer.scaling > 0, "the largest score is taken before the scale"
         metadata = plan.metadata
         kind = _kind(layer, query.dtype)
         tile = self._tile(kind, is_split=work.is_split)

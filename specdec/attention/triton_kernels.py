@@ -150,20 +150,25 @@ def _take_keys(
     """One step of the online softmax (Milakov and Gimelshein, arXiv 1805.02867) over a tile of keys.
 
     With DEFER_SUM `sum_M` is [M, n], and what the lanes have is added up by the caller, once.
+
+    Whether a row's keys come with a mask depends on where its step began, so that both ways must give the
+    same bits: a product and a sum are one `fma` by name, not where the compiler finds nothing between them.
     """
     dtype = value_nD.dtype
     if WIDEN:
         key_nD = key_nD.to(tl.float32)
         value_nD = value_nD.to(tl.float32)
-    score_Mn = tl.dot(query_MD, tl.trans(key_nD), input_precision="ieee") * scale
+    score_Mn = tl.dot(query_MD, tl.trans(key_nD), input_precision="ieee")
+    factor = scale
     if HAS_SOFTCAP:
-        score_Mn = softcap * 1.4426950408889634 * _tanh(score_Mn / softcap)
+        score_Mn = _tanh(score_Mn * scale / softcap)
+        factor = softcap * 1.4426950408889634
     if not ALL_SEEN:
         score_Mn = tl.where(seen_Mn, score_Mn, float("-inf"))
-    new_max_M = tl.maximum(max_M, tl.max(score_Mn, 1))
+    new_max_M = tl.maximum(max_M, tl.max(score_Mn, 1) * factor)
     # Rows that have seen no key yet: -inf minus -inf would be NaN.
     base_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-    weight_Mn = tl.exp2(score_Mn - base_M[:, None])
+    weight_Mn = tl.exp2(tl.fma(score_Mn, factor, -base_M[:, None]))
     shrink_M = tl.exp2(max_M - base_M)
     if DEFER_SUM:
         sum_M = sum_M * shrink_M[:, None] + weight_Mn

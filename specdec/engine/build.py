@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 # model in its process, never does, and so they are imported where a model is built.
 if TYPE_CHECKING:
     from specdec.core.description import TargetDescription
+    from specdec.core.idle_work import IdleWork
     from specdec.engine.draft_grammar import DraftGrammars
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.rank_leader import LeadingTarget
@@ -202,6 +203,7 @@ def _build_whole_target(
     from specdec.model.acceleration import accelerate, attention_of, later_bytes, packed_by
     from specdec.model.loader import load_model
     from specdec.model.runner import ModelRunner
+    from specdec.proposers.draft_graph import GraphedDraftLoop, loop_bytes
     from specdec.sampling.sampler import Sampler
 
     loaded = load_model(config.target, progress)
@@ -209,6 +211,10 @@ def _build_whole_target(
     hidden_layers = _hidden_layers_of(config, loaded, heads)
     view = _view_of(config, loaded)
     backend = attention_of(loaded, config.target.attention_backend)
+    self_drafting, self_tree = _self_drafting_of(config), tree_shape(config.speculative_config.tree)
+    drafts_chains = self_drafting is not None and self_tree is None
+    if drafts_chains:
+        reserved_bytes += loop_bytes(loaded, config.target.compile, config.scheduler.max_num_seqs)
     runner = ModelRunner(
         loaded,
         config.cache,
@@ -223,10 +229,21 @@ def _build_whole_target(
     )
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile)
-    idle_work = [graphs]
+    idle_work: list[IdleWork] = [graphs]
     view_runner = None if view is None else runner.of_view(view)
     if view_runner is not None:
         idle_work.append(accelerate(view_runner, config.target.compile, like=graphs))
+    self_loop = None
+    if drafts_chains and loaded.device.type == "cuda":
+        self_loop = GraphedDraftLoop(
+            view_runner or runner,
+            config.target.compile,
+            vocab_size=runner.vocab_size,
+            num_draft_tokens=config.speculative_config.num_speculative_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_read=1,  # of what is verified K/V are there, up to the last token
+        )
+        idle_work.append(self_loop)
     sampler = Sampler(config.target.compile.cache_dir)
     sampler.warm_up()
     return LocalTarget(
@@ -234,9 +251,10 @@ def _build_whole_target(
         sampler,
         rule=_rule_of(config),
         idle_work=idle_work,
-        self_drafting=_self_drafting_of(config),
-        self_tree=tree_shape(config.speculative_config.tree),
+        self_drafting=self_drafting,
+        self_tree=self_tree,
         view=view_runner,
+        self_loop=self_loop,
         make_drafter=None if heads is None else partial(heads.proposer, of_target=lambda: packed_by(graphs)),
     )
 

@@ -39,7 +39,7 @@ from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlic
 from specdec.model.device_name import device_name
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
-from specdec.proposers.draft_loop import ChainStart
+from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop
 from specdec.proposers.hidden import HiddenSource
 from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
 from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
@@ -104,14 +104,16 @@ class LocalTarget:
         self_drafting: KvSelection | None = None,
         self_tree: TreeShape | None = None,
         view: ModelRunner | None = None,
+        self_loop: FusedDraftLoop | None = None,
         make_drafter: MakeDrafter | None = None,
     ) -> None:
         """Run `runner` and `sampler`; `idle_work` is what makes them faster (see `HasIdleWork`).
 
         `rule` verifies drafts (None: sample_and_match, by whoever asked). With `self_drafting`, which says
         what such drafts attend to, it drafts for itself where a work asks for it, trees of the shape
-        `self_tree` (None: chains), by `view`, a form of the model on the same K/V (None: by the model). With
-        `make_drafter`, another drafts there from the hidden states that `runner` keeps.
+        `self_tree` (None: chains), by `view`, a form of the model on the same K/V (None: by the model), where
+        it can through `self_loop` over the same runner. With `make_drafter`, another drafts there from the
+        hidden states that `runner` keeps.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
@@ -123,7 +125,7 @@ class LocalTarget:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
             drafting = view or runner
             packed = drafting.packed_copy if drafting.attends_packed else None
-            self._self_drafter = SelfDrafter(drafting, sampler, self_drafting, self_tree, packed)
+            self._self_drafter = SelfDrafter(drafting, sampler, self_drafting, self_tree, packed, self_loop)
         self.hidden: KeptRows | None = None
         """Hidden states of its sequences, where the runner keeps some."""
         if runner.hidden is not None and runner.taps is not None:

@@ -18,7 +18,7 @@ from specdec.kv.block_scores import BlockScores
 from specdec.kv.packed_copy import PackedCopy
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import GeneratingRunner
-from specdec.proposers.draft_loop import ChainStart, NativeDraftLoop, StepwiseDraftLoop
+from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, NativeDraftLoop, StepwiseDraftLoop
 from specdec.proposers.draft_sampling import SHARED_NOISE
 from specdec.proposers.tree_loop import RunnerNodes, TreeDraftLoop
 from specdec.sampling.sampler import TokenChooser
@@ -44,16 +44,18 @@ class SelfDrafter:
         selection: KvSelection,
         shape: TreeShape | None = None,
         packed: PackedCopy | None = None,
+        fused_loop: FusedDraftLoop | None = None,
     ) -> None:
         """Draft with the target's own `runner` and `sampler`, trees of `shape` where there is one.
 
-        With `packed`, `runner` attends to this copy of the target's K/V.
+        With `packed`, `runner` attends to this copy of the target's K/V. `fused_loop` drafts what it can on
+        the same runner (None: one for CPUs).
         """
         self._selection = selection
         self._block_size = runner.block_size
         self._packed = packed
         self._shape = None if shape is None else shape.frugal()
-        self._fused = NativeDraftLoop(runner, sampler, runner.vocab_size)
+        self._fused = fused_loop or NativeDraftLoop(runner, sampler, runner.vocab_size)
         self._stepwise = StepwiseDraftLoop(runner, sampler, runner.vocab_size)
         self._trees = TreeDraftLoop(
             RunnerNodes(runner, runner),

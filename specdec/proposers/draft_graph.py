@@ -1,4 +1,4 @@
-"""The whole draft loop as CUDA graphs: k forwards and k choices in one launch, without the host between them.
+"""The whole draft loop as CUDA graphs: a launch per forward and choice, none of which waits for the host.
 
 S sequences that draft, k draft tokens each, B blocks of the longest sequence, W units of attention work, V
 token ids.
@@ -7,18 +7,20 @@ token ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.attention.triton import StaticWork, TritonPagedAttention
+from specdec.attention.triton import MAX_PARTIAL_BYTES, StaticWork, TritonPagedAttention
 from specdec.attention.triton_work import UNIT_SIZE
 from specdec.core.proposal import NoiseStream
 from specdec.model.batch import NO_TOKEN
 from specdec.model.config import CompileConfig
 from specdec.model.cuda_graphs import GraphRecording, recordable
 from specdec.model.graph_recorder import CudaRecorder, Recorder
+from specdec.model.loader import LoadedModel
 from specdec.model.row_buckets import sequence_buckets, smallest_holding
 from specdec.model.runner import ForwardInputs, ModelRunner
 from specdec.model.static_batch import PackedArrays, StaticBatch, paged_batch, static_metadata
@@ -28,12 +30,26 @@ from specdec.sampling.sampler import sample_eager
 
 _MAX_TOP_K = 128
 """Larger ones are drafted step by step."""
-_MAX_CATCH_UP = 2
-"""Rows per sequence in the first forward: what a fully accepted draft leaves to be read."""
+MAX_CATCH_UP = 2
+"""Rows per sequence in the first forward: what a fully accepted draft leaves a draft model to read."""
+
+
+_BYTES_PER_SCORE = 40
+"""While tokens are chosen with cuts: logits, scores, noise, sorted values, their places, masses in fp64."""
+
+
+def loop_bytes(loaded: LoadedModel, config: CompileConfig, max_num_seqs: int) -> int:
+    """Return about how much memory recorded loops are going to take beside the model and its graphs."""
+    if config.mode == "off" or loaded.device.type != "cuda":
+        return 0
+    num_seqs = min(max_num_seqs, config.cuda_graph_max_rows)
+    return num_seqs * loaded.vocab_size * _BYTES_PER_SCORE + MAX_PARTIAL_BYTES
 
 
 class _Size(NamedTuple):
     num_seqs: int
+    max_read: int
+    """Rows per sequence in the first forward."""
     cuts: bool
     """With top-k, top-p and min-p, which sort the vocabulary."""
 
@@ -52,6 +68,7 @@ class GraphedDraftLoop(GraphRecording):
         vocab_size: int,
         num_draft_tokens: int,
         max_num_seqs: int,
+        max_read: int = MAX_CATCH_UP,
         stream: NoiseStream = "target",
         recorder: Recorder | None = None,
     ) -> None:
@@ -61,8 +78,9 @@ class GraphedDraftLoop(GraphRecording):
             runner: one on a CUDA device with the Triton attention; with any other every answer is None.
             config: whether to record.
             vocab_size: tokens from here on are never chosen.
-            num_draft_tokens: k.
+            num_draft_tokens: largest k; of fewer tokens no more forwards are run.
             max_num_seqs: most sequences that draft at once.
+            max_read: most tokens per sequence to read before the first draft token.
             stream: noise that the tokens are chosen with.
             recorder: None takes CUDA's own.
         """
@@ -70,14 +88,17 @@ class GraphedDraftLoop(GraphRecording):
         self._num_draft_tokens = num_draft_tokens
         self._stream: NoiseStream = stream
         self._recorder = recorder
-        self._chains: dict[_Size, _ChainGraph] = {}
+        self._chains: dict[tuple[int, bool], _ChainGraph] = {}
+        """By number of sequences, and whether there are cuts."""
         self._ready_sizes: tuple[int, ...] = ()
         self._planned: list[_Size] = []
         if (backend := recordable(runner, config)) is not None and config.cuda_graph_max_rows:
             self._backend = backend
-            most = min(max_num_seqs, config.cuda_graph_max_rows // _MAX_CATCH_UP)
+            most = min(max_num_seqs, config.cuda_graph_max_rows // max_read)
             sizes = sequence_buckets(most) if most else ()
-            self._planned = [_Size(size, cuts) for size in reversed(sizes) for cuts in (False, True)]
+            self._planned = [
+                _Size(size, max_read, cuts) for size in reversed(sizes) for cuts in (False, True)
+            ]
         super().__init__(runner, len(self._planned))
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
@@ -110,7 +131,7 @@ class GraphedDraftLoop(GraphRecording):
         cuts = bool(rows.largest_top_k or rows.has_top_p or rows.has_min_p)
         # Sequences that only read take room as well, though no token is drafted for them.
         num_seqs = smallest_holding(self._ready_sizes, len(starts))
-        chain = None if num_seqs is None else self._chains.get(_Size(num_seqs, cuts))
+        chain = None if num_seqs is None else self._chains.get((num_seqs, cuts))
         if chain is None:
             return None
         inputs = self._runner.pack([start.first_slice() for start in starts])
@@ -126,8 +147,8 @@ class GraphedDraftLoop(GraphRecording):
             with torch.inference_mode():
                 chain = _ChainGraph(self._runner, self._backend, size, self._num_draft_tokens, self._stream)
                 chain.record(self._vocab_size, recorder)
-            self._chains[size] = chain
-            self._ready_sizes = tuple(sorted({one.num_seqs for one in self._chains}))
+            self._chains[size.num_seqs, size.cuts] = chain
+            self._ready_sizes = tuple(sorted({num_seqs for num_seqs, _ in self._chains}))
             yield
 
     def _forget(self) -> None:
@@ -173,7 +194,7 @@ class _ChainGraph:
         self._cuts, self._num_tokens = size.cuts, num_tokens
         self._stream: NoiseStream = stream
         num_seqs = self._num_seqs = size.num_seqs
-        self.first = StaticBatch(runner, backend, _MAX_CATCH_UP * num_seqs, num_seqs)
+        self.first = StaticBatch(runner, backend, size.max_read * num_seqs, num_seqs)
         self._size = backend.static_size(loaded.layers, loaded.dtype, num_seqs)
         table_width = -(-runner.max_model_len // runner.block_size)
         self._arrays = PackedArrays(
@@ -190,9 +211,14 @@ class _ChainGraph:
             },
             loaded.device,
         )
-        self._tokens = torch.zeros((num_seqs, num_tokens), dtype=torch.int64, device=loaded.device)
+        integers = partial(torch.zeros, dtype=torch.int64, device=loaded.device)
+        self._tokens = integers((num_seqs, num_tokens))
+        self._last = integers((num_seqs,))
+        """What was chosen in the step before."""
+        self._step = integers((1,))
         self._rows = torch.arange(num_seqs + 1, dtype=torch.int32, device=loaded.device)
-        self._replay: Callable[[], None] | None = None
+        self._replay_first: Callable[[], None] | None = None
+        self._replay_next: Callable[[], None] | None = None
 
     def holds(self, starts: Sequence[ChainStart]) -> bool:
         """Whether there is room for the attention of these chains."""
@@ -202,18 +228,24 @@ class _ChainGraph:
         """Record the loop while nobody drafts: all that it writes goes to the scratch block."""
         self._leave_to_nobody(0)
         self._arrays.send()
-        self._replay = recorder.record(lambda: self._run(vocab_size))
+        self._replay_first = recorder.record(lambda: self._run_first(vocab_size))
+        if self._num_tokens > 1:
+            self._replay_next = recorder.record(lambda: self._run_next(vocab_size))
 
     @torch.inference_mode()
     def draft(
         self, inputs: ForwardInputs, starts: Sequence[ChainStart], rows: SamplingRows
     ) -> list[list[int]]:
-        """Return k tokens per start, of which those beyond its budget mean nothing."""
-        assert self._replay is not None
+        """Return tokens of each start up to the largest budget; those beyond its own mean nothing."""
+        assert self._replay_first is not None
         self._fill(starts, rows)
         self.first.fill(inputs)
-        self._replay()
-        token_ids: list[list[int]] = self._tokens[: len(starts)].tolist()
+        self._replay_first()
+        num_tokens = max(start.budget for start in starts)
+        for _ in range(num_tokens - 1):
+            assert self._replay_next is not None
+            self._replay_next()
+        token_ids: list[list[int]] = self._tokens[: len(starts), :num_tokens].tolist()
         return token_ids
 
     def _fill(self, starts: Sequence[ChainStart], rows: SamplingRows) -> None:
@@ -243,18 +275,18 @@ class _ChainGraph:
         host["integers"][:, first:] = np.array([[0], [0], [KEEP_ALL_TOP_K]])
         host["reals"][:, first:] = np.array([[0.0], [1.0], [-np.inf]])
 
-    def _run(self, vocab_size: int) -> None:
-        logits_SV = self.first.forward()
-        for step in range(self._num_tokens):
-            if step > 0:
-                logits_SV = self._forward(step)
-            self._choose(logits_SV[:, :vocab_size].float(), step)
+    def _run_first(self, vocab_size: int) -> None:
+        self._step.zero_()
+        self._choose(self.first.forward()[:, :vocab_size].float())
 
-    def _choose(self, logits_SV: torch.Tensor, step: int) -> None:
+    def _run_next(self, vocab_size: int) -> None:
+        self._choose(self._forward()[:, :vocab_size].float())
+
+    def _choose(self, logits_SV: torch.Tensor) -> None:
         device = self._arrays.device
         seeds, positions, top_k = device["integers"]
         rows = SamplingRows(
-            integers=torch.stack((seeds, positions + step, top_k)),
+            integers=torch.stack((seeds, positions + self._step, top_k)),
             reals=device["reals"],
             has_greedy=True,
             has_sampled=True,
@@ -263,13 +295,17 @@ class _ChainGraph:
             has_min_p=self._cuts,
         )
         sampled = sample_eager(logits_SV, rows, self._stream)
-        self._tokens[:, step] = torch.where(sampled.finite, sampled.token_ids, NO_TOKEN)
+        self._last.copy_(torch.where(sampled.finite, sampled.token_ids, NO_TOKEN))
+        # More steps than there are tokens are run while recording.
+        column = self._step.clamp(max=self._num_tokens - 1)
+        self._tokens.index_copy_(1, column, self._last[:, None])
+        self._step.add_(1)
 
-    def _forward(self, step: int) -> torch.Tensor:
+    def _forward(self) -> torch.Tensor:
         """Read the tokens of the step before; those that are over budget go to the scratch block, unseen."""
         device, runner = self._arrays.device, self._runner
         tables, block_size = device["block_tables"], runner.block_size
-        places = device["ends"] + (step - 1)
+        places = device["ends"] + (self._step - 1)
         lives = places < device["limits"]
         places = torch.where(lives, places, 0)
         blocks = tables.gather(1, (places // block_size)[:, None])[:, 0].long()
@@ -290,7 +326,7 @@ class _ChainGraph:
             row_sequences=self._rows[:-1],
         )
         # Where there was no token, any will do: the chain has ended.
-        input_ids = self._tokens[:, step - 1].clamp(min=0)
+        input_ids = self._last.clamp(min=0)
         paged = paged_batch(runner, self._backend, work)
         position_ids = torch.where(lives, places + device["offsets"], 0)
         return runner.call_model(input_ids[None], position_ids[None], self._rows[:-1].long(), paged)

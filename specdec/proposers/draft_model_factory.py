@@ -14,7 +14,7 @@ from specdec.model.rank_graphs import compile_over_ranks
 from specdec.model.rotary import RotaryRule
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_graph import GraphedDraftLoop
+from specdec.proposers.draft_graph import GraphedDraftLoop, loop_bytes
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_positions import (
@@ -105,7 +105,8 @@ def make_draft_model_proposer(
         config.cache,
         max_num_seqs=target.max_num_seqs,
         max_held_tokens=reach.max_held_tokens,
-        reserved_bytes=later_bytes(loaded, config.compile, backend),
+        reserved_bytes=later_bytes(loaded, config.compile, backend)
+        + loop_bytes(loaded, config.compile, target.max_num_seqs),
         backend=backend,
     )
     reach.warn_of_pool(runner.num_blocks)

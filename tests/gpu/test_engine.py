@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from specdec.engine.engine import Engine
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_graph import GraphedDraftLoop
+from specdec.proposers.draft_loop import ChainStart
 from specdec.scheduling.config import SchedulerConfig
 from tests.architectures import save_model
 
@@ -41,6 +44,11 @@ class Folders:
         speculative: dict[str, Any] = {"method": drafter, "cache": CacheConfig(num_blocks=200, block_size=4)}
         if drafter == "draft_model":
             speculative |= {"model": str(self.draft), "device": "cuda"}
+        if drafter == "self":
+            kv = {"policy": "streaming", "budget": 12, "sink_tokens": 4, "floor": 12}
+            speculative = {"method": drafter, "kv": kv}
+        if drafter == "layerskip":
+            speculative = {"method": drafter, "exit_layer": 1}
         compile_config = CompileConfig(cuda_graph_max_rows=32)
         return EngineConfig(
             target=ModelConfig(
@@ -81,15 +89,32 @@ def run(config: EngineConfig, params: SamplingParams) -> list[list[int]]:
 def test_greedy_tokens_are_those_of_generate(tmp_path: Path, architecture: str) -> None:
     folders = Folders(tmp_path, architecture)
     expected = [folders.generated(prompt) for prompt in PROMPTS]
-    for drafter in ("none", "ngram", "draft_model"):
+    for drafter in ("none", "ngram", "draft_model", "self"):
         assert run(folders.config(drafter), GREEDY) == expected
 
 
 def test_sampled_tokens_do_not_depend_on_the_drafter_nor_on_the_attention(tmp_path: Path) -> None:
     folders = Folders(tmp_path, "llama")
     expected = run(folders.config("none", attention_backend="sdpa"), SAMPLED)
-    for drafter in ("none", "draft_model"):
+    for drafter in ("none", "draft_model", "self", "layerskip"):
         assert run(folders.config(drafter), SAMPLED) == expected
+
+
+def test_a_target_drafts_for_itself_in_recorded_loops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted: list[int] = []
+    try_draft = GraphedDraftLoop.try_draft
+
+    def watched(self: GraphedDraftLoop, starts: Sequence[ChainStart]) -> list[list[int]] | None:
+        chains = try_draft(self, starts)
+        drafted.append(-1 if chains is None else sum(map(len, chains)))
+        return chains
+
+    monkeypatch.setattr(GraphedDraftLoop, "try_draft", watched)
+    run(Folders(tmp_path, "llama").config("self"), SAMPLED)
+    assert sum(drafted) > NUM_TOKENS
+    assert -1 not in drafted
 
 
 def test_the_tokens_of_a_cpu(tmp_path: Path) -> None:

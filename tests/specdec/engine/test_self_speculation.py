@@ -39,7 +39,7 @@ from specdec.model.batch import PositionShift
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import LoadedModel
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.draft_loop import ChainStart
+from specdec.proposers.draft_loop import ChainStart, StepwiseDraftLoop
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, noisy_scores
 from specdec.scheduling.config import SchedulerConfig
@@ -710,3 +710,38 @@ def test_stages_are_refused() -> None:
                 "speculative_config": {"method": "self"},
             }
         )
+
+
+class LoopOfOne:
+    """Drafts one start in one go, and leaves several to the loop that goes step by step."""
+
+    def __init__(self, stepwise: StepwiseDraftLoop) -> None:
+        self.stepwise = stepwise
+        self.answers: list[list[list[int]] | None] = []
+
+    def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
+        self.answers.append(None if len(starts) > 1 else self.stepwise.draft(starts))
+        return self.answers[-1]
+
+
+def test_a_fused_loop_drafts_what_it_can(models: Models) -> None:
+    config = EngineConfig(
+        target=ModelConfig(model=str(models.load("llama").path), compile=CompileConfig(mode="off")),
+        speculative_config=SpeculativeConfig(
+            method="self", kv=streaming(12), controller="fixed", num_speculative_tokens=3
+        ),
+        cache=CacheConfig(num_blocks=200, block_size=BLOCK_SIZE),
+    )
+    prompts = [list(prompt) for prompt in ragged_prompts(3)]
+    with Engine(config) as engine:
+        expected = [list(result.token_ids) for result in engine.generate(prompts, GREEDY)]
+    with Engine(config) as engine:
+        target = engine._parts.target
+        assert isinstance(target, LocalTarget)
+        assert target._self_drafter is not None
+        loop = LoopOfOne(target._self_drafter._stepwise)
+        target._self_drafter._fused = loop
+        assert [list(result.token_ids) for result in engine.generate(prompts, GREEDY)] == expected
+        assert None in loop.answers
+        assert list(next(iter(engine.generate(prompts[:1], GREEDY))).token_ids) == expected[0]
+        assert any(loop.answers)
