@@ -298,7 +298,7 @@ class FallsSilent:
 
 def test_what_a_silent_drafter_left_out_is_measured_at_the_next_start(tmp_path: Path, folder: Path) -> None:
     """What is on disk says that there is more to measure, and where what it has was measured."""
-    speculative = {"controller": "goodput", "profile_dir": str(tmp_path / "p"), "profile_seconds": 10.0}
+    speculative = {"controller": "goodput", "profile_dir": str(tmp_path / "p"), "profile_seconds": 60.0}
     its_config = config(folder, method="draft_model", model=str(folder), **speculative)
     target, inner = build_target(its_config), build_draft_proposer(its_config)
     short = cost_profile_of(its_config, target, FallsSilent(inner, 14), draft_devices=["A"])
