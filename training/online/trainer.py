@@ -154,8 +154,12 @@ class OnlineTrainer:
             self._last_trial = trial
             if is_better(trial, self._config.min_gain):
                 self._serve(tried)
-            else:
-                self._drop()
+                continue
+            self._counters["online_versions_refused"] += 1
+            # What gains less than it takes to be served is gone on from: many small gains are one large.
+            if trial.after <= trial.before:
+                self._go_back()
+            self._optimizer = self._new_optimizer()
 
     def _train(self) -> Generator[bool, None, None]:
         """One step of the optimizer, text by text."""
@@ -195,13 +199,11 @@ class OnlineTrainer:
         self._served, self._kept = tried, self._copied()
         self._ready.append(Version(self._number, tried))
 
-    def _drop(self) -> None:
-        """Go back to what is served."""
-        self._counters["online_versions_refused"] += 1
+    def _go_back(self) -> None:
+        """Train on from what is served."""
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 parameter.copy_(self._kept[name])
-        self._optimizer = self._new_optimizer()
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(

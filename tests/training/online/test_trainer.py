@@ -72,6 +72,28 @@ def test_a_version_of_garbage_is_refused_and_leaves_no_trace(of_the_former: Llam
     assert same(before, now)  # the next version begins where the served one is
 
 
+def test_small_gains_add_up(of_the_former: LlamaForCausalLM) -> None:
+    """A version may gain too little to be served; negative control: begun anew each time, none ever is."""
+    slow = QUICK.model_copy(update={"steps_per_version": 4, "min_gain": 0.2})
+
+    def served_after(most: int, *, begins_anew: bool = False) -> int | None:
+        trainer = trainer_of(copy.deepcopy(of_the_former), slow)
+        for number in range(1, most + 1):
+            trainer.hear(heard(LATTER, 40, seed=number))
+            work_off(trainer)
+            assert trainer.status.num_tried == number
+            if trainer.status.version:
+                return number
+            if begins_anew:
+                trainer._go_back()
+        return None
+
+    served = served_after(10)
+    assert served is not None
+    assert served > 1
+    assert served_after(served, begins_anew=True) is None
+
+
 @pytest.mark.full
 def test_what_nobody_can_learn_is_not_served(trainer: OnlineTrainer) -> None:
     trainer.hear(heard(FORMER, 30, is_rubbish=True))
