@@ -48,8 +48,6 @@ def loop_bytes(loaded: LoadedModel, config: CompileConfig, max_num_seqs: int) ->
 
 class _Size(NamedTuple):
     num_seqs: int
-    max_read: int
-    """Rows per sequence in the first forward."""
     cuts: bool
     """With top-k, top-p and min-p, which sort the vocabulary."""
 
@@ -88,17 +86,15 @@ class GraphedDraftLoop(GraphRecording):
         self._num_draft_tokens = num_draft_tokens
         self._stream: NoiseStream = stream
         self._recorder = recorder
-        self._chains: dict[tuple[int, bool], _ChainGraph] = {}
-        """By number of sequences, and whether there are cuts."""
+        self._max_read = max_read
+        self._chains: dict[_Size, _ChainGraph] = {}
         self._ready_sizes: tuple[int, ...] = ()
         self._planned: list[_Size] = []
         if (backend := recordable(runner, config)) is not None and config.cuda_graph_max_rows:
             self._backend = backend
             most = min(max_num_seqs, config.cuda_graph_max_rows // max_read)
             sizes = sequence_buckets(most) if most else ()
-            self._planned = [
-                _Size(size, max_read, cuts) for size in reversed(sizes) for cuts in (False, True)
-            ]
+            self._planned = [_Size(size, cuts) for size in reversed(sizes) for cuts in (False, True)]
         super().__init__(runner, len(self._planned))
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
@@ -131,7 +127,7 @@ class GraphedDraftLoop(GraphRecording):
         cuts = bool(rows.largest_top_k or rows.has_top_p or rows.has_min_p)
         # Sequences that only read take room as well, though no token is drafted for them.
         num_seqs = smallest_holding(self._ready_sizes, len(starts))
-        chain = None if num_seqs is None else self._chains.get((num_seqs, cuts))
+        chain = None if num_seqs is None else self._chains.get(_Size(num_seqs, cuts))
         if chain is None:
             return None
         inputs = self._runner.pack([start.first_slice() for start in starts])
@@ -145,10 +141,12 @@ class GraphedDraftLoop(GraphRecording):
         recorder = CudaRecorder(device) if self._recorder is None else self._recorder
         for size in self._planned:
             with torch.inference_mode():
-                chain = _ChainGraph(self._runner, self._backend, size, self._num_draft_tokens, self._stream)
+                chain = _ChainGraph(
+                    self._runner, self._backend, size, self._num_draft_tokens, self._max_read, self._stream
+                )
                 chain.record(self._vocab_size, recorder)
-            self._chains[size.num_seqs, size.cuts] = chain
-            self._ready_sizes = tuple(sorted({num_seqs for num_seqs, _ in self._chains}))
+            self._chains[size] = chain
+            self._ready_sizes = tuple(sorted({one.num_seqs for one in self._chains}))
             yield
 
     def _forget(self) -> None:
@@ -187,6 +185,7 @@ class _ChainGraph:
         backend: TritonPagedAttention,
         size: _Size,
         num_tokens: int,
+        max_read: int,
         stream: NoiseStream,
     ) -> None:
         loaded = runner.loaded
@@ -194,7 +193,7 @@ class _ChainGraph:
         self._cuts, self._num_tokens = size.cuts, num_tokens
         self._stream: NoiseStream = stream
         num_seqs = self._num_seqs = size.num_seqs
-        self.first = StaticBatch(runner, backend, size.max_read * num_seqs, num_seqs)
+        self.first = StaticBatch(runner, backend, max_read * num_seqs, num_seqs)
         self._size = backend.static_size(loaded.layers, loaded.dtype, num_seqs)
         table_width = -(-runner.max_model_len // runner.block_size)
         self._arrays = PackedArrays(
