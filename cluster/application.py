@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +15,15 @@ from ray.serve._private.common import DeploymentID, ReplicaID  # Ray has no publ
 from ray.util import placement_group_table
 
 from cluster.autoscaling.serve_policy import DraftPoolPolicy, TargetGroupPolicy, autoscaling_options
-from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
+from cluster.config import ClusterConfig
 from cluster.coordinator import CoordinatorReplica
 from cluster.directory_actor import application_of, current_members
 from cluster.draft_pool import DraftPoolReplica
-from cluster.inventory import Amounts, NodeSnapshot, with_changed
+from cluster.inventory import Amounts, NodeSnapshot, listed, with_changed
+from cluster.node_sides import shared_out
 from cluster.placement import (
     GroupPlacement,
+    NodeSides,
     PlacementPlan,
     RanksPerModel,
     left_by,
@@ -29,8 +33,11 @@ from cluster.placement import (
     unchecked_placement,
 )
 from cluster.pool_drafter import drafter_of_pool
+from cluster.rehearsal import steered
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 COORDINATOR = "Coordinator"
 DRAFT_POOL = "DraftPool"
@@ -88,13 +95,20 @@ def build_application(engine: EngineConfig, cluster: ClusterConfig) -> serve.App
     return application
 
 
-def build_applications(models: Sequence[ModelPools]) -> list[serve.Application]:
+def build_applications(
+    models: Sequence[ModelPools], own: Collection[str] | None = None
+) -> list[serve.Application]:
     """Return the coordinators, bound to their draft pools, of several models that share a cluster.
 
+    Args:
+        models: in the order in which they are to be deployed.
+        own: names that the application may have, so that what others run is not taken for a version of it;
+            None: nobody knows them.
+
     Raises:
-        ResourceError: they do not fit the cluster together.
+        ResourceError: they do not fit the cluster together, or another application has a namespace of theirs.
     """
-    return [_bound(placed, surge_percent) for placed, surge_percent in _placements(models)]
+    return [_bound(placed, surge_percent) for placed, surge_percent in _placements(models, own)]
 
 
 def _bound(placed: _Placed, surge_percent: int) -> serve.Application:
@@ -103,9 +117,7 @@ def _bound(placed: _Placed, surge_percent: int) -> serve.Application:
     coordinator = _deployment(
         CoordinatorReplica,
         COORDINATOR + model.suffix,
-        _scale_of_targets(
-            cluster.target_groups, engine.scheduler.max_num_seqs, is_running=bool(placed.targets)
-        ),
+        _scale_of_targets(cluster, engine.scheduler.max_num_seqs, is_running=bool(placed.targets)),
         plan.target,
         cluster,
         surge_percent=surge_percent,
@@ -113,13 +125,17 @@ def _bound(placed: _Placed, surge_percent: int) -> serve.Application:
     drafter = drafter_of_pool(engine)
     if plan.draft is None or drafter is None:
         return coordinator.bind(engine, cluster)
-    pool_scale = _scale_of_pool(cluster.draft_pool, is_running=bool(placed.drafts))
+    pool_scale = _scale_of_pool(cluster, is_running=bool(placed.drafts))
     pool = _deployment(DraftPoolReplica, DRAFT_POOL + model.suffix, pool_scale, plan.draft, cluster)
     return coordinator.bind(engine, cluster, pool.bind(drafter, cluster))
 
 
 def snapshot_nodes() -> list[NodeSnapshot]:
-    """Return what is free on each live node now."""
+    """Return what is free on each live node now.
+
+    In an order that stays: another plan for the same nodes could keep parts off other ones than before, and
+    Serve would replace what has not changed.
+    """
     from ray._private.state import available_resources_per_node  # Ray has no public form of this
 
     available = available_resources_per_node()
@@ -131,7 +147,7 @@ def snapshot_nodes() -> list[NodeSnapshot]:
             total=dict(node.get("Resources", {})),
             address=node["NodeManagerAddress"],
         )
-        for node in ray.nodes()
+        for node in sorted(ray.nodes(), key=lambda node: str(node["NodeID"]))
         if node["Alive"]
     ]
 
@@ -161,16 +177,14 @@ class _Placed:
         return max(0, groups.num_groups - num_running) if num_running and groups.autoscaling is None else 0
 
 
-def _placements(models: Sequence[ModelPools]) -> list[tuple[_Placed, int]]:
+def _placements(models: Sequence[ModelPools], own: Collection[str] | None) -> list[tuple[_Placed, int]]:
     """Return where everything goes, and how many percent of target groups an update starts beside the old."""
     free = snapshot_nodes()
-    running = _running_replicas([model.cluster.namespace for model in models])
+    running = _running_replicas([model.cluster.namespace for model in models], own)
     # What the version before holds is given back while this one starts.
     nodes = with_changed(free, itertools.chain(*itertools.chain(*running.values())))
     all_placed = []
-    for model in models:
-        plan = _plan(model, nodes)
-        nodes = left_by(plan, nodes)
+    for model, plan in zip(models, _plans(models, nodes), strict=True):
         coordinators, pool = COORDINATOR + model.suffix, DRAFT_POOL + model.suffix
         placed = _Placed(
             model=model,
@@ -186,12 +200,38 @@ def _placements(models: Sequence[ModelPools]) -> list[tuple[_Placed, int]]:
     ]
 
 
-def _plan(model: ModelPools, nodes: Sequence[NodeSnapshot]) -> PlacementPlan:
+def _plans(models: Sequence[ModelPools], nodes: Sequence[NodeSnapshot]) -> Sequence[PlacementPlan]:
+    """Return a plan for each model, together with what keeps Ray to it."""
+    plans: list[PlacementPlan] = []
+    sides, left = NodeSides(), nodes
+    for model in models:
+        plan = _plan(model, left, sides)
+        left = left_by(plan, left)
+        plans.append(plan)
+        if model.cluster.draft_pool.own_nodes:
+            sides |= plan.sides
+    is_apart = [model.cluster.draft_pool.own_nodes for model in models]
+    sides = shared_out([plan for plan, apart in zip(plans, is_apart, strict=True) if apart], left)
+    plans = [plan.kept_to(sides) if apart else plan for plan, apart in zip(plans, is_apart, strict=True)]
+    outcome = steered(plans, nodes)
+    if outcome.doubtful is not None:
+        model = models[outcome.doubtful]
+        logger.warning(
+            "%s: everything fits, but Ray places one group after the other, each on the emptiest node, and "
+            "may leave no room for a target group; give target_groups.bundle and draft_pool.bundle different "
+            "labels, or set draft_pool.own_nodes",
+            f"model {model.suffix.removeprefix('-')}" if model.suffix else "the first model",
+        )
+    return outcome.plans
+
+
+def _plan(model: ModelPools, nodes: Sequence[NodeSnapshot], sides: NodeSides) -> PlacementPlan:
     cluster, ranks = model.cluster.at_most(), model.ranks
     if not cluster.check_resources:
         return unchecked_placement(cluster, has_drafter=model.has_drafter, ranks=ranks)
     try:
-        return require_plan(plan_placement(cluster, nodes, has_drafter=model.has_drafter, ranks=ranks))
+        has_drafter = model.has_drafter
+        return require_plan(plan_placement(cluster, nodes, has_drafter=has_drafter, ranks=ranks, sides=sides))
     except ResourceError as error:
         raise _refusal(model, str(error)) from None
 
@@ -246,30 +286,79 @@ def _surge_percent(placed: _Placed, free: Sequence[NodeSnapshot], free_later: Se
     return 0
 
 
-def _running_replicas(namespaces: Sequence[str]) -> dict[str, list[Bundles]]:
+def _running_replicas(
+    namespaces: Sequence[str], own: Collection[str] | None = None
+) -> dict[str, list[Bundles]]:
     """Return what an application's replicas hold, by deployment: those that serve, and those that start.
 
     Who is only starting is in no directory yet, but has its place. Serve calls the placement group of a
     replica as it calls the replica, so that it says of which application it is.
+
+    Raises:
+        ResourceError: one of the namespaces belongs to another application than those named `own`.
     """
-    groups = [
-        (group, deployment, table)
-        for group, table in placement_group_table().items()
-        if table["state"] != "REMOVED" and (deployment := _deployment_of(table["name"])) is not None
-    ]
+    groups = list(_groups_of_replicas())
     if not groups:
         return {}
-    members = [member for namespace in namespaces for member in current_members(namespace)]
-    own = {member.placement_group for member in members}
-    applications = {deployment.app_name for group, deployment, _ in groups if group in own}
-    applications |= {application_of(namespace) for namespace in namespaces}
+    applications: set[str] = set()
+    for namespace in namespaces:
+        members = {member.placement_group for member in current_members(namespace)}
+        owners = {one.deployment.app_name for one in groups if one.group in members}
+        # It may have been deleted: what is there counts, and not what the directory remembers.
+        owners |= {application_of(namespace)} & {one.deployment.app_name for one in groups}
+        if own is not None and (others := sorted(owners.difference(own))):
+            raise ResourceError(
+                f"cluster.namespace: {namespace} belongs to the application {others[0]}, which runs on this "
+                f"cluster; this one ({' or '.join(sorted(own))}) needs another: give each a "
+                f"cluster.namespace of its own, or end {others[0]} first"
+            )
+        applications |= owners
     replicas: dict[str, list[Bundles]] = {}
-    for _, deployment, table in groups:
-        if deployment.app_name in applications - {""}:
-            nodes = table["bundles_to_node_id"].items()
-            bundles = [(node_id, dict(table["bundles"][index])) for index, node_id in nodes]
-            replicas.setdefault(deployment.name, []).append(bundles)
+    for one in groups:
+        if one.deployment.app_name in applications:
+            nodes = one.table["bundles_to_node_id"].items()
+            bundles = [(node_id, dict(one.table["bundles"][index])) for index, node_id in nodes]
+            replicas.setdefault(one.deployment.name, []).append(bundles)
     return replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupOfReplica:
+    """A placement group that Serve has made for a replica."""
+
+    group: str
+    deployment: DeploymentID
+    table: Mapping[str, Any]
+    """What Ray says of it."""
+
+
+def _groups_of_replicas() -> Iterator[_GroupOfReplica]:
+    for group, table in placement_group_table().items():
+        deployment = _deployment_of(table["name"])
+        if deployment is not None and table["state"] != "REMOVED":
+            yield _GroupOfReplica(group=group, deployment=deployment, table=table)
+
+
+def pending_groups(application: str) -> tuple[str, ...]:
+    """Return what an application's replicas wait for that have no place yet, in words.
+
+    As in `Coordinator: 1 placement group with 4 x (1 CPU + 1 GPU), STRICT_PACK`.
+    """
+    waiting = Counter(
+        (one.deployment.name, _asked(one.table))
+        for one in _groups_of_replicas()
+        if one.deployment.app_name == application and one.table["state"] in {"PENDING", "RESCHEDULING"}
+    )
+    return tuple(
+        f"{name}: {number} placement group{'s' if number > 1 else ''} with {asked}"
+        for (name, asked), number in sorted(waiting.items())
+    )
+
+
+def _asked(table: Mapping[str, Any]) -> str:
+    bundles = Counter(listed(bundle) for bundle in table["bundles"].values())
+    amounts = " and ".join(f"{number} x ({bundle})" for bundle, number in bundles.items())
+    return f"{amounts}, {table['strategy']}"
 
 
 def _deployment_of(placement_group: str) -> DeploymentID | None:
@@ -281,16 +370,20 @@ def _deployment_of(placement_group: str) -> DeploymentID | None:
         return None
 
 
-def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int, *, is_running: bool) -> dict[str, Any]:
+def _scale_of_targets(cluster: ClusterConfig, max_num_seqs: int, *, is_running: bool) -> dict[str, Any]:
     """Return the options that say how many target groups there are.
 
     With autoscaling, an update leaves their number alone: told how many to begin with, Serve would go back to
     that, and end the others before it starts any.
     """
-    scaling = groups.autoscaling
+    groups, scaling = cluster.target_groups, cluster.target_groups.autoscaling
     if scaling is None:
         return {"num_replicas": groups.num_groups}
-    arguments = {"config": scaling.model_dump(), "max_num_seqs": max_num_seqs}
+    arguments = {
+        "config": scaling.model_dump(),
+        "max_num_seqs": max_num_seqs,
+        "namespace": cluster.namespace,
+    }
     return {
         "autoscaling_config": autoscaling_options(
             TargetGroupPolicy,
@@ -301,15 +394,15 @@ def _scale_of_targets(groups: TargetGroupsConfig, max_num_seqs: int, *, is_runni
     }
 
 
-def _scale_of_pool(pool: DraftPoolConfig, *, is_running: bool) -> dict[str, Any]:
+def _scale_of_pool(cluster: ClusterConfig, *, is_running: bool) -> dict[str, Any]:
     """Return the options that say how many draft workers there are; as for target groups."""
-    scaling = pool.autoscaling
+    pool, scaling = cluster.draft_pool, cluster.draft_pool.autoscaling
     if scaling is None:
         return {"num_replicas": pool.num_workers}
     return {
         "autoscaling_config": autoscaling_options(
             DraftPoolPolicy,
-            {"config": scaling.model_dump()},
+            {"config": scaling.model_dump(), "namespace": cluster.namespace},
             bounds=(scaling.min_workers, scaling.max_workers),
             initial=None if is_running else pool.initial_workers,
         )

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+from cluster.autoscaling.wanted import Part, WantedNumbers
 from cluster.config import ClusterConfig
 from cluster.directory import Member, count_workers
 from cluster.directory_actor import DirectoryLink
@@ -18,7 +19,7 @@ from cluster.handover import Turn, are_others_there
 from cluster.runtime import bind_host, channel_options, new_peer_id
 from cluster.shared_metrics import sound_part
 from cluster.status import service_status
-from cluster.stream_book import StreamBook
+from cluster.stream_book import StreamBook, ended_before
 from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError
@@ -88,6 +89,7 @@ class ClusterService:
             failover_timeout_s=cluster.failover_timeout_s,
             routing=cluster.routing,
             may_be_none=wake is not None,
+            max_groups=cluster.target_groups.max_groups,
         )
         self._wake = wake
         self._waking: asyncio.Task[None] | None = None
@@ -98,6 +100,7 @@ class ClusterService:
         self._next_query = 0
         self._since = time.time()
         self._groups = GroupMetrics()
+        self._wanted = _wanted_numbers(cluster)
         self._own: Callable[[], DoorReport] = _nothing
         self._account = DoorAccount(
             self._channel.address, self._since, self._pump, self._collect, self._report
@@ -134,12 +137,14 @@ class ClusterService:
             )
         )
         self._directory.start()
+        self._wanted.start()
         self._ticking = asyncio.create_task(self._tick(), name="cluster-service-tick")
         self._account.start()
 
     async def close(self) -> None:
         """Leave the cluster. Streams still open end in an error."""
         self._book.end_all()
+        self._wanted.close()
         await self._account.close()
         for task in (self._ticking, self._waking):
             if task is not None:
@@ -228,15 +233,17 @@ class ClusterService:
         self._book.abort(request_id)
 
     async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
-        """Ask every coordinator that can be reached what it remembers; see `GenerationService`."""
+        """Ask every coordinator that can be reached what it remembers; see `GenerationService`.
+
+        Raises:
+            RequestFailed: that their response has ended as `request_failed_repeatedly`.
+        """
         await self.start()
         envelopes = await self._ask(lambda nonce: Recall(nonce, tuple(names), proof))
-        return [
-            stream
-            for envelope in envelopes
-            if isinstance(envelope.message, Recalled)
-            for stream in envelope.message.streams
-        ]
+        recalled = [one.message for one in envelopes if isinstance(one.message, Recalled)]
+        if self._book.has_failed(names, proof) or any(one.has_failed for one in recalled):
+            raise ended_before()
+        return [stream for one in recalled for stream in one.streams]
 
     def share(self, own: Callable[[], DoorReport]) -> None:
         """Have what `own` says added to that of all other doors, in `metrics`."""
@@ -272,10 +279,13 @@ class ClusterService:
         values = {
             **self._groups.values(present),
             "coordinators": float(len(present)),
+            "target_groups_wanted": float(self._wanted.of("target")),
             'scales_to_zero{part="target"}': float(self._cluster.target_groups.may_be_none),
             'scales_to_zero{part="draft"}': float(self._cluster.draft_pool.may_be_none),
             **count_workers(self._members),
         }
+        if "draft_workers" in values:  # groups that draft by themselves know of no pool
+            values["draft_workers_wanted"] = float(self._wanted.of("draft"))
         return Collected(values, self._groups.has_heard(present))
 
     def _sound(self, reply: MetricsReply) -> Mapping[str, float]:
@@ -391,6 +401,19 @@ class ClusterService:
             else:
                 self._num_failed_ticks = 0
             await asyncio.sleep(_TICK_S)
+
+
+def _wanted_numbers(cluster: ClusterConfig) -> WantedNumbers:
+    groups, pool = cluster.target_groups, cluster.draft_pool
+    at_first: dict[Part, int] = {"target": groups.num_groups, "draft": pool.num_workers}
+    follows: list[Part] = []
+    if groups.autoscaling is not None:
+        at_first["target"] = groups.autoscaling.min_groups
+        follows.append("target")
+    if pool.autoscaling is not None:
+        at_first["draft"] = pool.autoscaling.min_workers
+        follows.append("draft")
+    return WantedNumbers(cluster.namespace, at_first, follows=follows)
 
 
 def _nothing() -> DoorReport:

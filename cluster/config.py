@@ -89,6 +89,10 @@ class TargetGroupsConfig(StrictConfig):
     """Longest time (seconds) for a target worker to load its model."""
     step_timeout_s: float = Field(default=120.0, gt=0)
     """A target worker that does not answer a round for so many seconds counts as dead."""
+    rank_silence_s: float = Field(default=20.0, ge=3, le=3600)
+    """A rank of a target that runs no Python for so many seconds (a stopped process, a machine that is cut
+    off) counts as dead, and its group is started anew. Ranks show once a second that they do; a file system
+    that stands still, or memory that is swapped out, may keep one from it for longer than usual."""
 
     @model_validator(mode="after")
     def _check_scaling(self) -> Self:

@@ -15,7 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.recollection import Recollection
+from cluster.crash_policy import MAX_CLEARED, MAX_CRASHES, PROBATION_OUTPUTS, response_of
+from cluster.recollection import FailedResponses, Recollection
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import CapacityError, InputError, LateError
@@ -51,13 +52,12 @@ TARGET_LOST = "target_lost"
 """Error code of outputs by which an engine gives its requests up; they are replayed, not delivered."""
 
 COORDINATOR_FAILED = "coordinator_failed"
-"""Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere."""
+"""Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere.
+
+No crash: it was meant to end, or cannot bring back a target whose loss it has told of (`Admitted`)."""
 
 COORDINATOR_CRASHED = "coordinator_crashed"
 """As `COORDINATOR_FAILED`, because its loop raised what nobody foresaw: a stream may be to blame."""
-
-MAX_CRASHES = 2
-"""A request that was in flight at so many losses of a target or a coordinator is next run alone, once."""
 
 FAILED_REPEATEDLY = "request_failed_repeatedly"
 """Error code of a request that was in flight alone when the target, or the coordinator, was lost again."""
@@ -65,11 +65,10 @@ FAILED_REPEATEDLY = "request_failed_repeatedly"
 OUTPUT_TOO_LARGE = "output_too_large"
 """Error code of a request with an output that no message can hold."""
 
-PROBATION_OUTPUTS = 8
-"""Outputs after which a request that runs alone is cleared of the suspicion."""
-
 _RELOADED_AFTER_S = 10.0
 """What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""
+_RUN_ALONE_AFTER_S = 5.0
+"""The same, while requests run alone or come back."""
 _HEAD_BYTES = 64
 """Of a frame, before its outputs, and of an output's lists of log-probabilities."""
 _SCORE_BYTES = 18
@@ -94,8 +93,18 @@ class _Stream:
     ingress: PeerId
     arrived_s: float
     generated: list[int]
+    response: str
+    """Its choices share what is counted here."""
     is_admitted: bool = False
+    has_begun: bool = False
+    """Whether the engine works on it, or is about to, as the ingress has been told."""
     num_crashes: int = 0
+    """Those that the ingress knew of, and those here since."""
+    losses: tuple[int, ...] = ()
+    """Those here, by number."""
+    num_cleared: int = 0
+    awaits_turn: bool = False
+    """Whether it waits to be run alone."""
 
     @property
     def epoch(self) -> Epoch:
@@ -125,7 +134,8 @@ class RequestDesk:
     ) -> None:
         """`send` may be called from either thread; an ingress that is silent for `lease_s` is gone.
 
-        While there is no engine, whose queue has its bound, `most_without_target` streams are taken in.
+        While there is no engine, whose queue has its bound, or nothing goes there because requests run alone
+        or come back, `most_without_target` streams are taken in.
         `max_message_bytes` is the longest message that can be sent.
         """
         self._send = send
@@ -137,15 +147,17 @@ class RequestDesk:
         self._ordered = threading.Condition(self._lock)
         self._streams: dict[RequestId, _Stream] = {}
         self._recollection = Recollection(clock)
+        self._failed = FailedResponses(clock)
         self._heard_s: dict[PeerId, float] = {}
         self._submitted: deque[tuple[RequestId, Epoch]] = deque()
         self._aborted: deque[tuple[RequestId, Epoch]] = deque()
         self._beginning: _Stream | None = None
         """What the engine is being given."""
-        self._replays: deque[RequestId] = deque()
+        self._replays: deque[tuple[RequestId, Epoch]] = deque()
         self._suspects: deque[RequestId] = deque()
         self._alone: _Stream | None = None
         self._probation_left = 0
+        self._num_losses = 0
         self._is_draining = False
         self._end_s: float | None = None
         self._woken = False
@@ -157,6 +169,8 @@ class RequestDesk:
         self.num_replays = 0
         self.num_refused = 0
         """Requests for which there was no room while the target was loaded."""
+        self.num_refused_held_up = 0
+        """Requests for which there was none while others ran alone, or came back after a loss."""
         self.num_unexpected = 0
         """Messages that are not for a coordinator."""
 
@@ -178,8 +192,8 @@ class RequestDesk:
         with self._ordered:
             self._heard_s[sender] = self._clock.now_s()
             match envelope.message:
-                case SubmitRequest(request=request):
-                    self._submit(sender, request)
+                case SubmitRequest(request=request, num_cleared=num_cleared):
+                    self._submit(sender, request, num_cleared)
                 case Abort(request_id=request_id, epoch=epoch):
                     stream = self._streams.get(request_id)
                     if stream is not None and stream.ingress == sender and stream.epoch <= epoch:
@@ -191,8 +205,11 @@ class RequestDesk:
                 case StatusQuery(nonce=nonce):
                     self._send(sender, StatusReply(nonce, self._status_now()))
                 case Recall(nonce=nonce, names=names, proof=proof):
-                    self._send(sender, Recalled(nonce, self._recall(names, proof)))
-                case Hello(incarnation=incarnation):
+                    has_failed = self._failed.has_any(names, proof)
+                    self._send(sender, Recalled(nonce, self._recall(names, proof), has_failed))
+                case Hello(incarnation=incarnation, failed=failed):
+                    for resumption in failed:
+                        self._failed.keep(resumption)
                     self._send(sender, Welcome(incarnation, self._description))
                 case PeerLost():
                     pass  # it is noticed by its silence
@@ -206,6 +223,7 @@ class RequestDesk:
             self.end_all("the server was shut down before the request was complete", SHUTTING_DOWN)
         with self._ordered:
             self._recollection.forget_old()
+            self._failed.forget_old()
             for ingress in [i for i, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
                 del self._heard_s[ingress]
                 for request_id in [r for r, stream in self._streams.items() if stream.ingress == ingress]:
@@ -271,6 +289,18 @@ class RequestDesk:
                 self._admit(engine, stream)
             self._submitted.popleft()
 
+    def note_begun(self, request_ids: Iterable[RequestId]) -> None:
+        """Tell ingresses what the engine is about to work on, as `Engine.about_to_begin` says.
+
+        Were this process to end of it, nobody could tell them apart from those that waited.
+        """
+        with self._lock:
+            for request_id in request_ids:
+                stream = self._streams.get(request_id)
+                if stream is not None and stream.is_admitted and not stream.has_begun:
+                    stream.has_begun = True
+                    self._tell(stream)
+
     def deliver(self, outputs: Iterable[RequestOutput]) -> bool:
         """Send outputs on, one frame per ingress, or as many as it takes where log-probabilities are long.
 
@@ -278,45 +308,56 @@ class RequestDesk:
             Whether they say that the target is lost.
         """
         frames: dict[PeerId, list[RequestOutput]] = defaultdict(list)
-        is_lost = False
+        lost: list[RequestOutput] = []
+        changed: list[_Stream] = []
         with self._lock:
             for output in outputs:
                 if output.error_code == TARGET_LOST:
-                    is_lost = True
-                    self._note_crash(output, frames)
+                    lost.append(output)
                     continue
                 stream = self._streams.get(output.request_id)
                 if stream is None or stream.epoch != output.epoch:
                     continue
                 if self._is_too_large(output):
                     # Sent by itself it would be lost; its door would ask for it again, and again.
-                    frames[stream.ingress].append(_failure(stream, _too_large(output), OUTPUT_TOO_LARGE))
+                    frames[stream.ingress].append(_failed(stream, _too_large(output), OUTPUT_TOO_LARGE))
                     self._drop(output.request_id)
                     continue
                 stream.generated.extend(output.token_ids)
-                if stream is self._alone:
+                if output.finish_reason is not None:
+                    self._keep(self._streams.pop(output.request_id))
+                elif stream is self._alone and stream.is_suspect and stream.num_cleared < MAX_CLEARED:
                     self._probation_left -= 1
                     if self._probation_left == 0:
                         self._alone = None
                         stream.num_crashes = 0
-                if output.finish_reason is not None:
-                    self._keep(self._streams.pop(output.request_id))
+                        stream.num_cleared += 1
+                        changed.append(stream)
                 frames[stream.ingress].append(output)
+            if lost:
+                changed.extend(self._note_loss(lost, frames))
             # Under the lock: a Pong that no longer lists a stream must not overtake its last output.
             for ingress, its_outputs in frames.items():
                 for part in _divided(its_outputs, self._max_output_bytes):
                     self._send(ingress, OutputFrame(part))
-        return is_lost
+            for stream in changed:
+                self._tell(stream)
+        return bool(lost)
 
     def begin_replay(self) -> None:
         """Order every admitted stream to be replayed: the engine is new and empty."""
         with self._lock:
             self._aborted.clear()
             self._alone = self._beginning = None
+            for stream in self._streams.values():
+                stream.has_begun = False
+                stream.awaits_turn = stream.is_suspect
             # Those that came as suspects have not been admitted.
             self._suspects = deque(r for r, stream in self._streams.items() if stream.is_suspect)
             self._replays = deque(
-                r for r, stream in self._streams.items() if stream.is_admitted and not stream.is_suspect
+                (r, stream.epoch)
+                for r, stream in self._streams.items()
+                if stream.is_admitted and not stream.is_suspect
             )
 
     def end_all(self, message: str, code: str) -> None:
@@ -325,50 +366,87 @@ class RequestDesk:
             self._is_draining = True
             self._tell_state()  # before the outputs: the streams must not come back
             if code == COORDINATOR_CRASHED and self._beginning is not None:
-                begun = self._beginning.request  # it may be to blame as much as those that run
-                self._send(self._beginning.ingress, Admitted(begun.request_id, begun.epoch))
+                self._beginning.has_begun = True  # it may be to blame as much as those that run
+                self._tell(self._beginning)
             for stream in self._streams.values():
-                self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
+                self._send(stream.ingress, OutputFrame((_failed(stream, message, code),)))
             self._aborted.extend((r, stream.epoch) for r, stream in self._streams.items())
             self._streams.clear()
             self._ordered.notify_all()
 
     # -- under the lock
 
-    def _submit(self, sender: PeerId, request: Request) -> None:
+    def _submit(self, sender: PeerId, request: Request, num_cleared: int) -> None:
         stream = self._streams.get(request.request_id)
         if stream is not None and stream.ingress != sender:
             self._refuse(sender, request, "input", "the request id is in use by another ingress")
         elif stream is not None and stream.epoch > request.epoch:
             self._refuse(sender, request, "stale", f"epoch {stream.epoch} of this request is served here")
         elif stream is not None and stream.epoch == request.epoch:
+            # What was taken for a crash elsewhere may have been none.
+            num_fewer = stream.request.num_crashes - request.num_crashes
+            stream.num_crashes = max(0, stream.num_crashes - num_fewer)
+            stream.request = msgspec.structs.replace(stream.request, num_crashes=request.num_crashes)
             if stream.is_admitted:
-                self._send(sender, Admitted(request.request_id, request.epoch))
+                self._tell(stream)
+        elif request.resumption is not None and self._failed.has(
+            request.resumption.name, request.resumption.proof
+        ):
+            message = "this request has ended already, because those that served it were lost each time"
+            self._send(sender, OutputFrame((_failure(request, message, FAILED_REPEATEDLY),)))
         elif self._is_draining:
             self._send(sender, self._pong(0, ()))  # before the refusal: whether anybody will replace us
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
         elif (
-            self._description is None
+            (self._description is None or self._is_held_up)
             and not request.delivered_token_ids  # what has begun is not ended for want of room
             and len(self._streams) >= self._most_without_target
         ):
-            self.num_refused += 1
-            message = "the queue is full while the model is loaded anew"
-            self._refuse(sender, request, "capacity", message, retry_after_s=_RELOADED_AFTER_S)
+            if self._description is None:
+                self.num_refused += 1
+                message, wait_s = "the queue is full while the model is loaded anew", _RELOADED_AFTER_S
+            else:
+                self.num_refused_held_up += 1
+                message, wait_s = "the queue is full while others run alone", _RUN_ALONE_AFTER_S
+            self._refuse(sender, request, "capacity", message, retry_after_s=wait_s)
         else:
+            former = () if stream is None else stream.losses  # which the ingress may not have heard of
             stream = _Stream(
                 request,
                 sender,
                 self._clock.now_s(),
                 list(request.delivered_token_ids),
+                response_of(request.request_id),
                 num_crashes=request.num_crashes,
+                losses=former,
+                num_cleared=num_cleared,
             )
             self._streams[request.request_id] = stream
             if stream.is_suspect:
+                stream.awaits_turn = True
                 self._suspects.append(request.request_id)
             else:
                 self._submitted.append((request.request_id, request.epoch))
             self._ordered.notify_all()
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether new requests wait here, and not in the engine's queue."""
+        return self._alone is not None or bool(self._suspects or self._replays)
+
+    def _tell(self, stream: _Stream) -> None:
+        """Tell its ingress how it is with a stream that was taken in."""
+        self._send(
+            stream.ingress,
+            Admitted(
+                stream.request.request_id,
+                stream.epoch,
+                has_begun=stream.has_begun,
+                is_alone=stream is self._alone and stream.is_suspect,
+                losses=stream.losses,
+                num_cleared=stream.num_cleared,
+            ),
+        )
 
     def _tell_state(self) -> None:
         """Tell every ingress at once what its next ping would bring."""
@@ -409,6 +487,7 @@ class RequestDesk:
             draining=self._is_draining,
             closing=self._end_s is not None,
             without_target=self._description is None,
+            max_streams=0 if math.isinf(self._most_without_target) else int(self._most_without_target),
         )
 
     def _status_now(self) -> TargetGroupStatus | None:
@@ -431,53 +510,86 @@ class RequestDesk:
             and len(msgspec.msgpack.encode(output)) > most_bytes
         )
 
-    def _note_crash(self, output: RequestOutput, frames: dict[PeerId, list[RequestOutput]]) -> None:
-        """A stream was in flight when the target was lost: it is replayed, unless it is to blame."""
-        stream = self._streams.get(output.request_id)
-        if stream is None or stream.epoch != output.epoch:
-            return
-        if stream is self._alone:
-            del self._streams[output.request_id]
+    def _note_loss(
+        self, outputs: Sequence[RequestOutput], frames: dict[PeerId, list[RequestOutput]]
+    ) -> list[_Stream]:
+        """The target was lost: streams that were in flight are replayed, unless they are to blame.
+
+        Returns:
+            Those whose ingress has to be told: what was lost with the target is not counted once more if this
+            coordinator is, too, before they have begun again.
+        """
+        self._num_losses += 1
+        begun: list[_Stream] = []
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None and stream.epoch == output.epoch and _has_run(output):
+                begun.append(stream)
+        # Alone means alone, unless what it was suspected for has been taken back meanwhile.
+        for stream in [one for one in begun if one is self._alone and one.is_suspect]:
+            del self._streams[stream.request.request_id]
+            self._failed.keep(stream.request.resumption)
             message = f"the target was lost {stream.num_crashes + 1} times while it ran this request"
-            frames[stream.ingress].append(_failure(stream, message, FAILED_REPEATEDLY))
-            return
-        stream.num_crashes += 1
+            frames[stream.ingress].append(_failed(stream, message, FAILED_REPEATEDLY))
+        responses = {(stream.ingress, stream.response) for stream in begun}
+        changed: list[_Stream] = []
+        for stream in self._streams.values():
+            is_counted = (stream.ingress, stream.response) in responses
+            if is_counted:
+                stream.num_crashes += 1
+                stream.losses = (*stream.losses, self._num_losses)
+            if stream.is_admitted and (is_counted or stream.has_begun):
+                changed.append(stream)
+            stream.has_begun = False
+        return changed
 
     # -- without the lock, in the engine's thread
 
     def _run_suspects(self, engine: StreamEngine) -> bool:
         """Run requests that may be killing the target one at a time; return whether one is under way."""
         while True:
-            if self._alone is not None:
-                if self._streams.get(self._alone.request.request_id) is self._alone:
+            alone = self._alone
+            if alone is not None:
+                if alone.is_suspect and self._streams.get(alone.request.request_id) is alone:
                     return True
-                self._alone = None  # it has ended, or its ingress began a new epoch
+                self._alone = None  # it has ended, is suspected no more, or its ingress began a new epoch
             if not self._suspects:
                 return False
             if engine.has_work:
                 return True  # alone means alone: what runs ends first, and nothing new begins
             stream = self._streams.get(self._suspects[0])
-            if stream is not None and stream.is_suspect:
-                self._admit(engine, stream)
-                self._alone = stream
-                self._probation_left = PROBATION_OUTPUTS
+            if stream is not None and stream.awaits_turn:
+                if stream.is_suspect:
+                    self._alone = stream
+                    self._probation_left = PROBATION_OUTPUTS
+                    self._admit(engine, stream)
+                elif stream.is_admitted:
+                    self._replays.append((stream.request.request_id, stream.epoch))
+                else:
+                    self._submitted.append((stream.request.request_id, stream.epoch))
+                stream.awaits_turn = False
             self._suspects.popleft()
 
     def _replay(self, engine: StreamEngine) -> bool:
         """Bring back streams of the engine before; return whether all are back."""
         while self._replays:
-            stream = self._streams.get(self._replays[0])
-            if stream is not None and stream.is_admitted:
+            request_id, epoch = self._replays[0]
+            stream = self._streams.get(request_id)
+            # The next attempt has come as a suspect, perhaps, and run before.
+            if stream is not None and stream.epoch == epoch and stream.is_admitted:
+                self._beginning = stream
                 try:
                     engine.add_request(_without_first_token_limit(stream.rest(self._clock.now_s())))
                 except LateError as error:
                     self._end(stream, f"the target was lost, and there is no time left: {error}", TIMED_OUT)
                 except CapacityError:
+                    self._beginning = None
                     return False
                 except InputError as error:
                     self._end(stream, f"it cannot be replayed: {error}", "replay_failed")
                 else:
                     self.num_replays += 1
+                self._beginning = None
             self._replays.popleft()
         return True
 
@@ -495,11 +607,12 @@ class RequestDesk:
             self._remove(stream)
         else:
             stream.is_admitted = True
-            self._send(stream.ingress, Admitted(request.request_id, request.epoch))
+            stream.has_begun = stream is self._alone
+            self._tell(stream)
         self._beginning = None
 
     def _end(self, stream: _Stream, message: str, code: str) -> None:
-        self._send(stream.ingress, OutputFrame((_failure(stream, message, code),)))
+        self._send(stream.ingress, OutputFrame((_failed(stream, message, code),)))
         self._remove(stream)
 
     def _remove(self, stream: _Stream) -> None:
@@ -529,20 +642,30 @@ def _without_first_token_limit(request: Request) -> Request:
     return msgspec.structs.replace(request, slo=msgspec.structs.replace(slo, ttft_ms=None))
 
 
-def _failure(stream: _Stream, message: str, code: str) -> RequestOutput:
+def _has_run(output: RequestOutput) -> bool:
+    """Whether a request that ended with its target was ever given to it; who does not say may have been."""
+    return output.stats is None or output.stats.first_scheduled_s is not None
+
+
+def _failed(stream: _Stream, message: str, code: str) -> RequestOutput:
     """The last output of a stream that ends here and now."""
-    request = stream.request
+    return _failure(stream.request, message, code, num_generated=len(stream.generated))
+
+
+def _failure(request: Request, message: str, code: str, *, num_generated: int | None = None) -> RequestOutput:
+    """The last output of a request that has so many tokens (None: those that it came with)."""
+    num_generated = len(request.delivered_token_ids) if num_generated is None else num_generated
     return RequestOutput(
         request_id=request.request_id,
         epoch=request.epoch,
-        first_index=len(stream.generated),
+        first_index=num_generated,
         token_ids=(),
         text="",
         finish_reason="error",
         error=message,
         error_code=code,
         num_prompt_tokens=len(request.prompt_token_ids),
-        num_generated_tokens=len(stream.generated),
+        num_generated_tokens=num_generated,
     )
 
 

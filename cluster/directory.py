@@ -16,6 +16,9 @@ from specdec.transport.status import OnlineStatus
 ReportT = TypeVar("ReportT")
 Role = Literal["ingress", "coordinator", "draft"]
 
+_QUIET_LEASES = 10
+"""Leases without a call after which a directory is of no use to anybody."""
+
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One process that others speak to. A restarted process is another member."""
@@ -86,25 +89,32 @@ class DirectoryState:
     """The register itself. Times are seconds of whatever clock the caller uses."""
 
     def __init__(self, *, lease_s: float, incarnation: int) -> None:
+        """`lease_s`: of members that do not say theirs."""
         self._lease_s = lease_s
         self._called_s = math.inf
         self._incarnation = incarnation
         self._changes = 0
         self._members: dict[PeerId, Member] = {}
+        self._leases_s: dict[PeerId, float] = {}
         self._expiry_s: dict[PeerId, float] = {}
 
-    def announce(self, member: Member, now_s: float) -> None:
-        """Register a member, or renew its lease."""
+    def announce(self, member: Member, now_s: float, lease_s: float | None = None) -> None:
+        """Register a member, or renew its lease, which is as long as it says.
+
+        The register outlives versions of the deployment, and these may differ in how often they renew.
+        """
         self._forgive_standstill(now_s)
         if self._members.get(member.peer_id) != member:
             self._members[member.peer_id] = member
             self._changes += 1
-        self._expiry_s[member.peer_id] = now_s + self._lease_s
+        lease_s = self._lease_s if lease_s is None else lease_s
+        self._leases_s[member.peer_id] = lease_s
+        self._expiry_s[member.peer_id] = now_s + lease_s
 
     def leave(self, peer_id: PeerId) -> None:
         """Remove a member. Unknown ids are ignored."""
         if self._members.pop(peer_id, None) is not None:
-            del self._expiry_s[peer_id]
+            del self._expiry_s[peer_id], self._leases_s[peer_id]
             self._changes += 1
 
     def snapshot(self, now_s: float) -> DirectorySnapshot:
@@ -124,10 +134,39 @@ class DirectoryState:
         """
         standstill_s = now_s - self._called_s
         self._called_s = now_s
-        # Who renews every third of a lease has so much of it left at any time.
-        if standstill_s > self._lease_s * 2 / 3:
+        # Who renews every third of a lease has so much of it left at any time. The longest of them counts:
+        # where only members with long leases are left, nobody is heard for longer than a short one.
+        if standstill_s > max(self._leases_s.values(), default=self._lease_s) * 2 / 3:
             for peer_id in self._expiry_s:
                 self._expiry_s[peer_id] += standstill_s
+
+
+class Desertion:
+    """Whether nobody has called for so long that nobody will, by looks and not by seconds.
+
+    Who was stopped, or cut off, as a whole has not looked meanwhile, and finds its callers waiting.
+    """
+
+    def __init__(self, *, look_s: float, min_quiet_s: float) -> None:
+        """Be looked at every `look_s` seconds."""
+        self._look_s = look_s
+        self._limit_s = min_quiet_s
+        self._num_quiet_looks = 0
+
+    def hear(self, lease_s: float) -> None:
+        """Somebody with such a lease has called."""
+        self._num_quiet_looks = 0
+        self._limit_s = max(self._limit_s, _QUIET_LEASES * lease_s)
+
+    def look(self) -> bool:
+        """Look once more; return whether everybody is gone for good."""
+        self._num_quiet_looks += 1
+        return self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everybody is gone for good, as far as the last look told."""
+        return self._num_quiet_looks * self._look_s >= self._limit_s
 
 
 class Reports(Generic[ReportT]):
@@ -136,6 +175,10 @@ class Reports(Generic[ReportT]):
     def __init__(self, *, forget_after_s: float) -> None:
         self._forget_after_s = forget_after_s
         self._said: dict[PeerId, tuple[ReportT, float]] = {}
+
+    def keep_for(self, at_least_s: float) -> None:
+        """Forget nothing sooner than that: whoever reports may do so more seldom than was thought."""
+        self._forget_after_s = max(self._forget_after_s, at_least_s)
 
     def note(self, sender: PeerId, report: ReportT | None, now_s: float) -> None:
         """Take in what a process says; None: nothing more."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from cluster.directory import (
+    Desertion,
     DirectorySnapshot,
     DirectoryState,
     DirectoryVersion,
@@ -27,24 +28,66 @@ DIRECTORY_NAME = "drafthouse-directory"
 _CALL_TIMEOUT_S = 5.0
 _START_REPORT_S = 15.0
 """A worker that has not told how far its start is for so long is assumed not to be at it any more."""
+_MIN_QUIET_S = 60.0
+"""A directory that nobody has called for so long, at least, ends itself."""
+_LOOKS_PER_QUIET = 20
 
 
 class DirectoryProcess:
-    """A `DirectoryState` that others call."""
+    """A `DirectoryState` that others call.
 
-    def __init__(self, lease_s: float) -> None:
+    It outlives every version of the deployment, and Ray restarts it whenever it dies. So that it does not
+    stay when the application has been deleted (which Serve does without telling it), it ends itself, for
+    good, when nobody has renewed anything for ten leases, and for a minute at least.
+    """
+
+    def __init__(self, lease_s: float, min_quiet_s: float = _MIN_QUIET_S) -> None:
+        """`lease_s`: of those that call `exchange`, which does not say it."""
+        self._lease_s = lease_s
         self._state = DirectoryState(lease_s=lease_s, incarnation=time.time_ns())
         self._starts: Reports[str] = Reports(forget_after_s=_START_REPORT_S)
         self._demands: Reports[Any] = Reports(forget_after_s=lease_s)
+        self._wanted: dict[str, int] = {}
         self._application = ""
+        look_s = min_quiet_s / _LOOKS_PER_QUIET
+        self._desertion = Desertion(look_s=look_s, min_quiet_s=min_quiet_s)
+        self._desertion.hear(lease_s)
+        threading.Thread(target=self._look, args=(look_s,), name="desertion", daemon=True).start()
 
-    def exchange(self, member: Member | None, known: DirectoryVersion | None) -> DirectorySnapshot | None:
-        """Announce a member (if given); return a snapshot unless the caller knows it already."""
+    def renew(
+        self, member: Member | None, known: DirectoryVersion | None, lease_s: float
+    ) -> DirectorySnapshot | None:
+        """Announce a member (if given) for so long; return a snapshot unless the caller knows it already."""
         now_s = time.monotonic()
+        self._desertion.hear(lease_s)
+        self._demands.keep_for(lease_s)
         if member is not None:
-            self._state.announce(member, now_s)
+            self._state.announce(member, now_s, lease_s)
         snapshot = self._state.snapshot(now_s)
         return None if snapshot.version == known else snapshot
+
+    def exchange(self, member: Member | None, known: DirectoryVersion | None) -> DirectorySnapshot | None:
+        """As `renew`, with the lease that this directory was made with.
+
+        For those that only look, and for processes of versions that knew no other lease.
+        """
+        return self.renew(member, known, self._lease_s)
+
+    def end_if_deserted(self) -> None:
+        """End for good unless somebody has called meanwhile: those that were waiting have had their turn."""
+        if self._desertion.is_complete:
+            logger.info("nobody calls the directory any more; it ends")
+            _kill(ray.get_runtime_context().current_actor)
+
+    def _look(self, look_s: float) -> None:
+        """Look after callers, in a thread of its own: nothing else runs where nobody calls.
+
+        It ends nothing itself: a call of its own waits behind those of others that have arrived.
+        """
+        while True:
+            time.sleep(look_s)
+            if self._desertion.look():
+                ray.get_runtime_context().current_actor.end_if_deserted.remote()
 
     def leave(self, peer_id: PeerId) -> None:
         """Remove a member."""
@@ -73,6 +116,14 @@ class DirectoryProcess:
     def demands(self) -> tuple[Any, ...]:
         """What coordinators want of the draft pool."""
         return self._demands.current(time.monotonic())
+
+    def note_wanted(self, part: str, number: int) -> None:
+        """Note how many target groups or draft workers a policy has decided (`autoscaling.wanted`)."""
+        self._wanted[part] = number
+
+    def wanted(self) -> dict[str, int]:
+        """How many there should be, of those parts of which a policy has said so."""
+        return dict(self._wanted)
 
 
 def open_directory(namespace: str, lease_s: float) -> Any:
@@ -106,7 +157,12 @@ def close_directory(namespace: str) -> None:
     """End the directory of a namespace, if there is one."""
     handle = find_directory(namespace)
     if handle is not None:
-        ray.kill(handle, no_restart=True)
+        _kill(handle)
+
+
+def _kill(handle: Any) -> None:
+    """End an actor that Ray would restart if it just died."""
+    ray.kill(handle, no_restart=True)
 
 
 def current_members(namespace: str) -> tuple[Member, ...]:
@@ -237,9 +293,11 @@ class DirectoryLink:
         try:
             if self._handle is None:
                 self._handle = open_directory(self._namespace, self._lease_s)
-            for member in members or [None]:
-                answer = self._handle.exchange.remote(member, self._view.version)
-                snapshot = ray.get(answer, timeout=_CALL_TIMEOUT_S) or snapshot
+            try:
+                for member in members or [None]:
+                    snapshot = ray.get(self._renew(member), timeout=_CALL_TIMEOUT_S) or snapshot
+            finally:  # without an answer, it may have been heard all the same
+                self._take_back(members)
             self._answered_s = time.monotonic()
             if self._application and snapshot is not None:
                 self._say_whose(snapshot.version.incarnation)
@@ -247,6 +305,20 @@ class DirectoryLink:
             logger.warning("the directory cannot be reached, the last view stands: %s", error)
             self._handle = None
         return snapshot
+
+    def _renew(self, member: Member | None) -> Any:
+        """Call the directory. One of a version that asked for no lease keeps the lease it was made with."""
+        renew = getattr(self._handle, "renew", None)
+        if renew is None:
+            return self._handle.exchange.remote(member, self._view.version)
+        return renew.remote(member, self._view.version, self._lease_s)
+
+    def _take_back(self, members: Iterable[Member | None]) -> None:
+        """Take those out again that were withdrawn while they were being announced, and so came back."""
+        with self._lock:
+            late = [one.peer_id for one in members if one is not None and one.peer_id not in self._announced]
+        for peer_id in late:
+            self.tell("leave", peer_id)
 
     def _say_whose(self, incarnation: int) -> None:
         if incarnation != self._told_incarnation:

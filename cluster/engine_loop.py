@@ -156,6 +156,7 @@ class EngineLoop:
 
     def _run_round(self, engine: Engine) -> bool:
         """Run a round; return whether the target is still there."""
+        self._desk.note_begun(engine.about_to_begin())
         outputs = engine.step(reads_text=False)
         self._deliver_held()
         if engine.has_work and not engine.is_lost:
@@ -213,6 +214,7 @@ class EngineLoop:
             "target_recovery_seconds": self.recovery_s,
             "replays": self._desk.num_replays,
             'requests_refused{reason="no_target"}': self._desk.num_refused,
+            'requests_refused{reason="held_up"}': self._desk.num_refused_held_up,
             **{
                 f'channel_messages_dropped{{reason="{reason}"}}': count
                 for reason, count in list(self._channel.dropped.items())

@@ -108,9 +108,24 @@ def _shown(name: str, amount: float) -> str:
     return f"{amount:g} {name}"
 
 
+def all_but(values: Iterable[str]) -> str:
+    """Return the label selector that takes every node but those with one of these values."""
+    return f"!in({','.join(sorted(set(values)))})"
+
+
+def excluded_by(selector: str) -> frozenset[str] | None:
+    """Return the label values that are not selected; None: those that are selected are named instead."""
+    return _values(selector) if selector.startswith("!") else None
+
+
 def _meets(value: str | None, selector: str) -> bool:
     """Whether a node with this label value, or without the label, is selected: Ray's own rules."""
+    return (value in _values(selector)) != selector.startswith("!")
+
+
+def _values(selector: str) -> frozenset[str]:
+    """Return the values that a selector names."""
     wanted = selector.removeprefix("!")
-    inner = wanted.removeprefix("in(").removesuffix(")") if wanted.startswith("in(") else None
-    values = {wanted} if inner is None else {one.strip() for one in inner.split(",")}
-    return (value in values) != selector.startswith("!")
+    if not wanted.startswith("in("):
+        return frozenset({wanted})
+    return frozenset(one.strip() for one in wanted.removeprefix("in(").removesuffix(")").split(","))

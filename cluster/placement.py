@@ -2,14 +2,15 @@
 
 `plan_placement` looks at what the nodes have free and returns either a plan or a refusal that says, node by
 node, what is missing. The plan becomes the options of Serve's deployments, whose placement groups Ray makes;
-which of several nodes that fit it takes for which group is up to Ray, which prefers the emptiest.
+which of several nodes that fit it takes for which group is up to Ray, which prefers the emptiest
+(`rehearsal`), unless `draft_pool.own_nodes` says where which kind may go (`node_sides`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,8 @@ from cluster.inventory import (
     NODE_ID_LABEL,
     Amounts,
     NodeSnapshot,
+    all_but,
+    excluded_by,
     how_many,
     lacking,
     less,
@@ -47,6 +50,48 @@ class GroupPlacement:
     strategy: Strategy
     label_selectors: tuple[dict[str, str], ...] | None
 
+    @property
+    def selectors(self) -> Mapping[str, str]:
+        """Label selectors of each of its bundles."""
+        return {} if self.label_selectors is None else self.label_selectors[0]
+
+    @property
+    def unit(self) -> dict[str, float]:
+        """What it takes of one node: all of it where it must not be divided, else a bundle."""
+        num_together = len(self.bundles) if self.strategy == "STRICT_PACK" else 1
+        return times(self.bundles[0], num_together)
+
+    @property
+    def num_units(self) -> int:
+        """Into how many parts it can be divided."""
+        return 1 if self.strategy == "STRICT_PACK" else len(self.bundles)
+
+    @property
+    def kept_off(self) -> frozenset[str] | None:
+        """The nodes that it must not go to; None: those that it may go to are named, and no others."""
+        selector = self.selectors.get(NODE_ID_LABEL)
+        return frozenset() if selector is None else excluded_by(selector)
+
+    def keeping_off(self, nodes: Iterable[str]) -> GroupPlacement:
+        """Return the same that goes to none of these nodes either. Nodes that are still to come stay open."""
+        kept_off = self.kept_off
+        assert kept_off is not None, "it goes where it was told to"
+        if not (kept_off := kept_off.union(nodes)):
+            return self
+        selectors = {**self.selectors, NODE_ID_LABEL: all_but(kept_off)}
+        return replace(self, label_selectors=tuple(dict(selectors) for _ in self.bundles))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSides:
+    """The nodes that have parts of target groups, or are theirs, and those of draft workers."""
+
+    targets: frozenset[str] = frozenset()
+    drafts: frozenset[str] = frozenset()
+
+    def __or__(self, other: NodeSides) -> NodeSides:
+        return NodeSides(targets=self.targets | other.targets, drafts=self.drafts | other.drafts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
@@ -58,6 +103,20 @@ class PlacementPlan:
     """Of each target group: the node of each of its bundles. Empty when nobody looked at nodes."""
     draft_nodes: tuple[str, ...] = ()
     """Of each draft worker: its node."""
+
+    @property
+    def sides(self) -> NodeSides:
+        """The nodes that it takes."""
+        targets = frozenset(node_id for group in self.target_nodes for node_id in group)
+        return NodeSides(targets=targets, drafts=frozenset(self.draft_nodes))
+
+    def kept_to(self, sides: NodeSides) -> PlacementPlan:
+        """Return the plan in which each kind keeps off the other's side."""
+        return replace(
+            self,
+            target=self.target.keeping_off(sides.drafts),
+            draft=None if self.draft is None else self.draft.keeping_off(sides.targets),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,17 +221,20 @@ def plan_placement(
     *,
     has_drafter: bool,
     ranks: RanksPerModel | None = None,
+    sides: NodeSides = NodeSides(),
 ) -> PlacementPlan | PlacementRefusal:
     """Find places for all target groups and draft workers together.
 
     A target group goes onto one node where it fits (`strategy: PACK`), else over several, if its strategy and
     its kind of parallelism allow that. Groups are spread over as many nodes as there are. A draft worker is
-    always on one node; with `draft_pool.own_nodes` on one that has no part of a target group.
+    always on one node; with `draft_pool.own_nodes` on one that has no part of a target group, and both then
+    keep to the side of their kind, of which `sides` are the nodes that other models have taken.
     """
     ranks = ranks or RanksPerModel()
+    sides = sides if config.draft_pool.own_nodes else NodeSides()
     refusal: PlacementRefusal | None = None
     for layout in _layouts(config, ranks.target):
-        result = _plan(config, nodes, layout, ranks, has_drafter=has_drafter)
+        result = _plan(config, nodes, layout, ranks, sides, has_drafter=has_drafter)
         if isinstance(result, PlacementPlan):
             return result
         refusal = result
@@ -237,8 +299,8 @@ def unchecked_placement(config: ClusterConfig, *, has_drafter: bool, ranks: Rank
     if strategy == "PACK" and not _may_cross_nodes(config, ranks.target):
         strategy = "STRICT_PACK"
     return PlacementPlan(
-        target=_group(target.bundle, ranks.target, strategy, ()),
-        draft=_group(config.draft_pool.bundle, ranks.draft, "STRICT_PACK", ()) if has_drafter else None,
+        target=_group(target.bundle, ranks.target, strategy),
+        draft=_group(config.draft_pool.bundle, ranks.draft, "STRICT_PACK") if has_drafter else None,
     )
 
 
@@ -315,43 +377,47 @@ def _plan(
     nodes: Sequence[NodeSnapshot],
     layout: _Layout,
     ranks: RanksPerModel,
+    sides: NodeSides,
     *,
     has_drafter: bool,
 ) -> PlacementPlan | PlacementRefusal:
     groups, pool = config.target_groups, config.draft_pool
     num_workers = pool.num_workers if has_drafter else 0
     worker = times(pool.bundle.amounts(), ranks.draft.num_ranks)
-    room = [_room(node, layout, groups.bundle.labels) for node in nodes]
+    most = layout.num_groups if layout.is_apart else layout.num_units
+    room = [_room(node, layout, groups.bundle.labels, sides, most) for node in nodes]
 
     def draft_room(index: int, num_units: int) -> int:
         """How many draft workers a node takes beside so many target units."""
-        if (pool.own_nodes and num_units) or nodes[index].unmet(pool.bundle.labels):
+        is_of_targets = pool.own_nodes and (num_units or nodes[index].node_id in sides.targets)
+        if is_of_targets or nodes[index].unmet(pool.bundle.labels):
             return 0
         return how_many(less(nodes[index].available, layout.unit, num_units), worker, num_workers)
 
     chosen = _share_out(room, layout, draft_room, num_workers)
     if chosen is None:
-        return _without_target(config, nodes, layout, ranks.target)
+        return _without_target(config, nodes, layout, ranks.target, sides)
     if chosen.num_drafts < num_workers:
-        return _without_draft(config, nodes, layout, worker, chosen)
+        return _without_draft(config, nodes, layout, worker, chosen, sides)
     target_nodes = layout.deal(chosen.counts, nodes)
-    draft_nodes = _draft_nodes(nodes, chosen.counts, draft_room, num_workers)
-    apart = pool.own_nodes and has_drafter
-    used = {node_id for group in target_nodes for node_id in group}
-    return PlacementPlan(
-        target=_group(groups.bundle, ranks.target, layout.strategy, draft_nodes if apart else ()),
-        draft=_group(pool.bundle, ranks.draft, "STRICT_PACK", used if apart else ()) if has_drafter else None,
+    plan = PlacementPlan(
+        target=_group(groups.bundle, ranks.target, layout.strategy),
+        draft=_group(pool.bundle, ranks.draft, "STRICT_PACK") if has_drafter else None,
         target_nodes=tuple(
             group * ranks.target.num_bundles if layout.per_group == 1 else group for group in target_nodes
         ),
-        draft_nodes=draft_nodes,
+        draft_nodes=_draft_nodes(nodes, chosen.counts, draft_room, num_workers),
     )
+    return plan.kept_to(plan.sides | sides) if pool.own_nodes else plan
 
 
-def _room(node: NodeSnapshot, layout: _Layout, labels: Mapping[str, str]) -> int:
-    """Return how many target units a node can take at most."""
-    most = layout.num_groups if layout.is_apart else layout.num_units
-    return 0 if node.unmet(labels) else how_many(node.available, layout.unit, most)
+def _room(
+    node: NodeSnapshot, layout: _Layout, labels: Mapping[str, str], sides: NodeSides, at_most: int
+) -> int:
+    """Return how many target units a node can take."""
+    if node.node_id in sides.drafts or node.unmet(labels):
+        return 0
+    return how_many(node.available, layout.unit, at_most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,13 +536,9 @@ def _draft_nodes(
     return tuple(nodes[index].node_id for _, _, index in heapq.nsmallest(num_workers, turns))
 
 
-def _group(
-    bundle: BundleConfig, ranks: ModelRanks, strategy: Strategy, others: Iterable[str]
-) -> GroupPlacement:
-    """Return the placement group of one copy of a model, which keeps off the nodes of others."""
-    selectors = dict(bundle.labels)
-    if others := sorted(set(others)):
-        selectors[NODE_ID_LABEL] = f"!in({','.join(others)})"
+def _group(bundle: BundleConfig, ranks: ModelRanks, strategy: Strategy) -> GroupPlacement:
+    """Return the placement group of one copy of a model."""
+    selectors = bundle.labels
     return GroupPlacement(
         bundles=tuple(times(bundle.amounts(), ranks.per_bundle) for _ in range(ranks.num_bundles)),
         strategy=strategy,
@@ -485,17 +547,23 @@ def _group(
 
 
 def _without_target(
-    config: ClusterConfig, nodes: Sequence[NodeSnapshot], layout: _Layout, ranks: ModelRanks
+    config: ClusterConfig,
+    nodes: Sequence[NodeSnapshot],
+    layout: _Layout,
+    ranks: ModelRanks,
+    sides: NodeSides,
 ) -> PlacementRefusal:
     """Say which target group is the first that has no place when all nodes take what they can."""
     groups = config.target_groups
 
     def room_for(num_groups: int) -> list[int]:
         most = num_groups if layout.is_apart else num_groups * layout.per_group
-        return [
-            0 if node.unmet(groups.bundle.labels) else how_many(node.available, layout.unit, most)
-            for node in nodes
-        ]
+        return [_room(node, layout, groups.bundle.labels, sides, most) for node in nodes]
+
+    def unfit(node: NodeSnapshot, taken: int) -> str | None:
+        if node.node_id in sides.drafts:
+            return "has a draft worker of another model, and draft_pool.own_nodes is true"
+        return "takes a part of this group already" if layout.is_apart and taken == number else None
 
     number = next(
         number
@@ -523,7 +591,7 @@ def _without_target(
             less(node.available, layout.unit, taken),
             layout.unit,
             groups.bundle.labels,
-            "takes a part of this group already" if layout.is_apart and taken == number else None,
+            unfit(node, taken),
         )
         for node, taken in zip(nodes, room, strict=True)
     ]
@@ -536,18 +604,19 @@ def _without_draft(
     layout: _Layout,
     worker: dict[str, float],
     shares: _Shares,
+    sides: NodeSides,
 ) -> PlacementRefusal:
     """Say which draft worker is the first that has no place beside all target groups."""
     pool = config.draft_pool
     shortfalls = []
     for node, taken in zip(nodes, shares.counts, strict=True):
         free = less(node.available, layout.unit, taken)
-        unfit = "has a part of a target group, and draft_pool.own_nodes is true" if pool.own_nodes else None
-        if not node.unmet(pool.bundle.labels):
-            free = less(
-                free, worker, how_many(free, worker, pool.num_workers) if not (unfit and taken) else 0
-            )
-        shortfalls.append(_shortfall(node, free, worker, pool.bundle.labels, unfit if taken else None))
+        unfit = None
+        if pool.own_nodes and (taken or node.node_id in sides.targets):
+            unfit = "has a part of a target group, and draft_pool.own_nodes is true"
+        if unfit is None and not node.unmet(pool.bundle.labels):
+            free = less(free, worker, how_many(free, worker, pool.num_workers))
+        shortfalls.append(_shortfall(node, free, worker, pool.bundle.labels, unfit))
     what = f"draft worker {shares.num_drafts + 1} of {pool.num_workers}"
     return _refusal(what, worker, pool.bundle.labels, shortfalls, None)
 

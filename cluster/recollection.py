@@ -1,4 +1,5 @@
-"""The tokens of ended streams, for clients that lost their connection to them.
+"""What is remembered of ended streams, for clients that lost their connection to them: tokens, or that it was
+the stream that killed who served it.
 
 A client that comes back, through any ingress, shows which stream it had and proof that it was its own; with
 the tokens its stream is continued like any other that moves. Bounded in time (by each stream's own window,
@@ -8,14 +9,17 @@ which begins with its end) and in memory.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from cluster.crash_policy import response_of
 from specdec.core.clock import Clock
 from specdec.core.request import Resumption
 
 MAX_TOKENS = 4_000_000
 """16 MB. What ended first is forgotten first."""
+MAX_FAILED = 4096
+"""Responses that are remembered for what they did."""
 
 
 @dataclass(slots=True)
@@ -63,3 +67,50 @@ class Recollection:
 
     def _forget(self, key: tuple[str, bytes]) -> None:
         self.num_tokens -= len(self._entries.pop(key).token_ids)
+
+
+class FailedResponses:
+    """Responses with a choice that was to blame for crashes: whoever comes back to one is told so again.
+
+    All choices of a response have the same prompt, and fail together.
+    """
+
+    def __init__(self, clock: Clock, *, max_responses: int = MAX_FAILED) -> None:
+        self._clock = clock
+        self._max_responses = max_responses
+        self._entries: dict[tuple[str, bytes], tuple[str, float]] = {}
+        """Name of the choice and end of its window by response and proof, oldest first."""
+
+    def keep(self, resumption: Resumption | None) -> None:
+        """Remember the response of a stream for its window; None: nobody can come back to it."""
+        if resumption is None:
+            return
+        key = (response_of(resumption.name), resumption.proof)
+        self._entries.pop(key, None)
+        self._entries[key] = resumption.name, self._clock.now_s() + resumption.window_s
+        while len(self._entries) > self._max_responses:
+            del self._entries[next(iter(self._entries))]
+
+    def has(self, name: str, proof: bytes) -> bool:
+        """Whether this stream's response is remembered, by this proof."""
+        entry = self._entries.get((response_of(name), proof))
+        return entry is not None and entry[1] > self._clock.now_s()
+
+    def has_any(self, names: Iterable[str], proof: bytes) -> bool:
+        """Whether the response of any of these streams is."""
+        return any(self.has(name, proof) for name in names)
+
+    def kept(self) -> tuple[Resumption, ...]:
+        """Return what is remembered, with what is left of the windows, for others to remember."""
+        self.forget_old()
+        now_s = self._clock.now_s()
+        return tuple(
+            Resumption(name=name, proof=proof, window_s=until_s - now_s)
+            for (_, proof), (name, until_s) in self._entries.items()
+        )
+
+    def forget_old(self) -> None:
+        """Forget whose window is over. Call now and then."""
+        now_s = self._clock.now_s()
+        for key in [key for key, (_, until_s) in self._entries.items() if until_s <= now_s]:
+            del self._entries[key]

@@ -40,6 +40,12 @@ CLUSTER_SERIES: Mapping[str, Series] = {
         for name in OF_EACH_GROUP
     },
     "coordinators": Series("gauge", "Target groups that can be reached."),
+    "target_groups_wanted": Series(
+        "gauge", "Target groups that there should be: as configured, or as autoscaling has decided last."
+    ),
+    "draft_workers_wanted": Series(
+        "gauge", "Draft workers that there should be: as configured, or as autoscaling has decided last."
+    ),
     "num_workers": Series(
         "gauge",
         "Workers by model and by what has become of compiling its forward.",
@@ -58,6 +64,12 @@ CLUSTER_SERIES: Mapping[str, Series] = {
     "target_recovery_seconds": Series("counter", "Time without a target worker."),
     "replays": Series("counter", "Requests that went on with a new target worker."),
     "failovers": Series("counter", "Requests that went on with another coordinator."),
+    "request_epochs": Series(
+        "counter",
+        "Submissions of requests to coordinators, by epoch: 0 is the first attempt of each, 3+ the fourth "
+        "and all later ones.",
+        labels=("epoch",),
+    ),
     "routed_requests": Series(
         "counter",
         "Requests by why they went to their target group, where there are several: it had read a part of the "

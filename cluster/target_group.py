@@ -188,6 +188,7 @@ class TargetGroup:
             StartReporter(self._cluster.namespace, worker_id),
             rank_options("target", group.bundle, ModelRanks.of_target(self._config), self._cluster.namespace),
             self._cluster.channels.tensors,
+            group.rank_silence_s,
         )
         self._worker = WorkerHandle(actor, "target worker")
         return self._worker

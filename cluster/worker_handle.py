@@ -35,7 +35,8 @@ class WorkerHandle:
 
         Raises:
             UserError: the model cannot be loaded, with the worker's own words.
-            TransportError: the process died or did not become ready in time.
+            ResourceError: it did not become ready in time.
+            TransportError: the process died.
         """
         try:
             address: PeerAddress = ray.get(self._actor.address.remote(), timeout=timeout_s)

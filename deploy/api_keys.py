@@ -2,7 +2,7 @@
 
 One key per line:
 
-    NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N]
+    NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N] [min_priority=P]
 
 A line may also be the 64 hexadecimal digits alone, or, with a warning, a key as it is. Empty lines, and lines
 that start with #, are skipped. No message of this module shows what a line says: where a digest is expected,
@@ -20,16 +20,17 @@ from pathlib import Path
 
 from deploy.openai.keys import ApiKey, KeyRing, digest_api_key
 from specdec.core.errors import ConfigError
+from specdec.scheduling.admission import MAX_PRIORITY
 
 KEY_PREFIX = "dh-"
 _NUM_RANDOM_BYTES = 32
 _FOLLOW_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
-_LIMIT = re.compile(r"(max_concurrency|tokens_per_minute)=([1-9][0-9]{0,11})")
+_LIMIT = re.compile(r"(max_concurrency|tokens_per_minute)=([1-9][0-9]{0,11})|(min_priority)=(-?[0-9]{1,4})")
 _LIKE_A_DIGEST = re.compile(r"(?:sha256:.*)|[0-9a-fA-F]{32,}", re.DOTALL)
 """A word like this was meant to be one: it is not taken for a key."""
-_FORM = "`NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N]`"
+_FORM = "`NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N] [min_priority=P]`"
 _HOW = (
     "the file holds keys as their SHA-256: `drafthouse keys new NAME` makes a key and its line, "
     "`printf %s KEY | sha256sum` the digest of one that you have"
@@ -42,7 +43,7 @@ class _UnreadableFile(ConfigError):
 
 
 def new_api_key(
-    name: str, *, max_concurrency: int | None, tokens_per_minute: int | None
+    name: str, *, max_concurrency: int | None, tokens_per_minute: int | None, min_priority: int = 0
 ) -> tuple[str, ApiKey]:
     """Return a random key, which is nowhere else, and what the server is to know of it.
 
@@ -59,6 +60,7 @@ def new_api_key(
         digest=digest_api_key(text),
         max_concurrency=max_concurrency,
         tokens_per_minute=tokens_per_minute,
+        min_priority=min_priority,
     )
     return text, key
 
@@ -67,6 +69,7 @@ def line_of(key: ApiKey) -> str:
     """Return a key's line in the file."""
     limits = {"max_concurrency": key.max_concurrency, "tokens_per_minute": key.tokens_per_minute}
     given = [f"{name}={value}" for name, value in limits.items() if value is not None]
+    given += [f"min_priority={key.min_priority}"] if key.min_priority else []
     return " ".join((key.name, f"sha256:{key.digest.hex()}", *given))
 
 
@@ -120,16 +123,21 @@ def _parsed(line: str) -> ApiKey:
     limits: dict[str, int] = {}
     for position, word in enumerate(words[1 if alone else 2 :], 2 if alone else 3):
         limit = _LIMIT.fullmatch(word)
-        if limit is None or limit[1] in limits:
+        name_of_limit = "" if limit is None else limit[1] or limit[3]
+        value = 0 if limit is None else int(limit[2] or limit[4])
+        is_priority = name_of_limit == "min_priority"
+        if not name_of_limit or name_of_limit in limits or (is_priority and abs(value) > MAX_PRIORITY):
             raise ConfigError(
-                f"word {position} is neither max_concurrency=N nor tokens_per_minute=N (each once, N >= 1)"
+                f"word {position} is neither max_concurrency=N nor tokens_per_minute=N (N >= 1) nor "
+                f"min_priority=P (-{MAX_PRIORITY} to {MAX_PRIORITY}), each once"
             )
-        limits[limit[1]] = int(limit[2])
+        limits[name_of_limit] = value
     return ApiKey(
         name=name,
         digest=bytes.fromhex(digest[1]),
         max_concurrency=limits.get("max_concurrency"),
         tokens_per_minute=limits.get("tokens_per_minute"),
+        min_priority=limits.get("min_priority", 0),
     )
 
 

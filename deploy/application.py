@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ray import serve
+from ray.serve.config import BackpressureConfig
 
 from cluster.application import ModelPools, build_applications, resolve
 from cluster.config import ClusterConfig
 from cluster.generation import target_generation
 from deploy.config import DrafthouseConfig, ServedModel
 from deploy.ingress import IngressReplica, ModelBehind
+from deploy.openai.errors import NOT_READY_RETRY_AFTER_S
 from deploy.openai.keys import ApiKey
 from deploy.openai.settings import DoorSettings
 from specdec.model.config import ModelConfig
@@ -21,17 +23,24 @@ INGRESS = "Ingress"
 _MAX_ONGOING_REQUESTS = 10_000
 """HTTP requests that Serve lets into one ingress at once. Nearly all of them wait, at little cost; the
 coordinators' queues, not this number, decide who is refused."""
+_MAX_QUEUED_REQUESTS = 2_000
+"""Further ones that wait in each of Serve's proxies for an ingress: it has as many as it may, or none is
+there (one that died is replaced within seconds). Serve would keep any number, each with its body."""
 
 
-def build_application(config: DrafthouseConfig, api_keys: Sequence[ApiKey]) -> serve.Application:
+def build_application(
+    config: DrafthouseConfig, api_keys: Sequence[ApiKey], own: Collection[str] | None = None
+) -> serve.Application:
     """Return the application, ready for `serve.run`. Ray must be connected.
 
+    `own`: names that it may have on the cluster (`build_applications`).
+
     Raises:
-        ResourceError: the workers do not fit the cluster.
+        ResourceError: the workers do not fit the cluster, or another application has its namespace.
     """
     models = [_resolved(model) for model in config.served_models()]
     pools = [ModelPools(engine=model.engine, cluster=model.cluster, suffix=model.suffix) for model in models]
-    coordinators = build_applications(pools)
+    coordinators = build_applications(pools, own)
     behind = tuple(
         ModelBehind(
             target=model.engine.target,
@@ -97,6 +106,8 @@ def _ingress(cluster: ClusterConfig, num_replicas: int) -> serve.Deployment:
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
+        max_queued_requests=_MAX_QUEUED_REQUESTS,
+        backpressure_config=BackpressureConfig(status_code=503, retry_after_s=NOT_READY_RETRY_AFTER_S),
         health_check_period_s=cluster.health_checks.period_s,
         health_check_timeout_s=cluster.health_checks.timeout_s,
         graceful_shutdown_wait_loop_s=0.1,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
@@ -72,11 +72,13 @@ class HttpConfig(StrictConfig):
     body_timeout_s: float = Field(default=DEFAULT_BODY_TIMEOUT_S, gt=0)
     """Seconds that a request's body may take to arrive; slower ones are answered with 408."""
     write_timeout_s: float = Field(default=DEFAULT_WRITE_TIMEOUT_S, gt=0)
-    """Seconds for which a client may read nothing while more waits for it than its connection holds; then its
-    requests are aborted and the connection is closed."""
+    """Seconds for which a client may be behind, that is, have more to take than its connection holds; every
+    16 KiB that it takes meanwhile give it another second. Then its requests are aborted and the connection is
+    closed."""
     max_unread_outputs: int = Field(default=DEFAULT_MAX_UNREAD_OUTPUTS, ge=16)
-    """Most deliveries (one per round) of one choice that wait for its client; with more the request is
-    aborted, and its stream ends in an error, `slow_reader`."""
+    """Most deliveries (one per round) of one choice that wait in the door; with more the request is aborted,
+    and its stream ends in an error, `slow_reader`. Ray Serve takes from a door whatever there is, so behind
+    it `write_timeout_s` is what bounds slow clients."""
     max_deliveries_per_s: float = Field(default=DEFAULT_MAX_DELIVERIES_PER_S, gt=0)
     """Most deliveries per second that an ingress replica writes, of all streams together: with many streams
     each gets several rounds at a time (after a quarter of a second at the latest). Each costs the replica and
@@ -177,6 +179,18 @@ class DrafthouseConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_pools(self) -> Self:
+        for name, model in self.models.items():
+            try:
+                self._cluster_of(name, model)
+            except ValidationError as error:
+                problem = error.errors(include_url=False)[0]
+                where = ".".join(str(key) for key in ("models", name, "cluster", *problem["loc"]))
+                text = problem["msg"].removeprefix("Value error, ")
+                raise ValueError(f"{where}: {text}" if problem["loc"] else f"{where}.{text}") from None
+        return self
+
+    @model_validator(mode="after")
     def _check_tensors(self) -> Self:
         if self.cluster.channels.tensors != "nccl":
             return self
@@ -219,14 +233,29 @@ class DrafthouseConfig(EngineConfig):
         return (first, *(self._further(name, model) for name, model in self.models.items()))
 
     def _further(self, name: str, model: FurtherModelConfig) -> ServedModel:
-        suffix = _suffix(name)
+        return ServedModel(
+            name=name,
+            engine=_engine_of(model),
+            cluster=self._cluster_of(name, model),
+            suffix=_suffix(name),
+        )
+
+    def _cluster_of(self, name: str, model: FurtherModelConfig) -> ClusterConfig:
+        """Return the application's cluster with the pools of a further model, which have to go with the rest.
+
+        What is given counts as given, and what is not does not: with autoscaling, a number may only be where
+        it is within the bounds.
+
+        Raises:
+            ValidationError: they do not.
+        """
         own = {
-            "namespace": self.cluster.namespace + suffix,
+            "namespace": self.cluster.namespace + _suffix(name),
             "target_groups": model.cluster.target_groups,
             "draft_pool": model.cluster.draft_pool,
         }
-        cluster = self.cluster.model_copy(update=own)
-        return ServedModel(name=name, engine=_engine_of(model), cluster=cluster, suffix=suffix)
+        shared = {key: getattr(self.cluster, key) for key in self.cluster.model_fields_set}
+        return ClusterConfig.model_validate({**shared, **own})
 
 
 def _suffix(name: str) -> str:

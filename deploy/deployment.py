@@ -18,7 +18,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
-from cluster.application import COORDINATOR
+from cluster.application import COORDINATOR, pending_groups
 from cluster.directory_actor import close_directory
 from cluster.start_reports import read_start_reports
 from deploy.application import APPLICATION, build_application
@@ -32,6 +32,9 @@ _STOP_POLL_S = 0.05
 _CALL_TIMEOUT_S = 3.0
 _WATCH_S = 2.0
 _PROBE_TIMEOUT_S = 5.0
+_PLACES_S = 5.0
+_NO_PLACE_S = 60.0
+"""Ray places what it can place within seconds; only an autoscaler may bring a node later."""
 _END_S = 15.0
 """What ending the application takes at most beside the drain time."""
 logger = logging.getLogger(__name__)
@@ -87,7 +90,7 @@ class Deployment:
             http_options=http_options(http),
             logging_config=_quiet(),
         )
-        application = build_application(self._config, self._api_keys)
+        application = build_application(self._config, self._api_keys, own={APPLICATION})
         target = RunTarget(application, name=APPLICATION, route_prefix="/", logging_config=_quiet())
         self._has_started = True
         serve.run_many(
@@ -103,6 +106,7 @@ class Deployment:
         """
         started_s = time.monotonic()
         limit_s = self._config.cluster.startup_timeout_s
+        places = _Places()
         while True:
             overview = _overview()
             _raise_if_failed(overview)
@@ -111,7 +115,9 @@ class Deployment:
                 return
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
-                raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}")
+                without = "".join(f"; no node has room for {one}" for one in _without_place())
+                raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}{without}")
+            places.look(waited_s)
             reports = [
                 report
                 for model in self._config.served_models()
@@ -180,6 +186,38 @@ class Deployment:
             return answer.status_code == 200
         except httpx.HTTPError:
             return False
+
+
+class _Places:
+    """Says so when something waits for a place that nobody has, which the progress alone does not show."""
+
+    def __init__(self) -> None:
+        self._waiting: tuple[str, ...] = ()
+        self._since_s = 0.0
+        self._due_s = 0.0
+        self._is_told = False
+
+    def look(self, now_s: float) -> None:
+        """Look, if it is time to; log what has been waiting for a minute, once."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _PLACES_S
+        waiting = _without_place()
+        if waiting != self._waiting:
+            self._waiting, self._since_s, self._is_told = waiting, now_s, False
+        if waiting and not self._is_told and now_s - self._since_s >= _NO_PLACE_S:
+            self._is_told = True
+            logger.warning(
+                "no node has had room for %g s for %s; it goes on waiting", _NO_PLACE_S, "; ".join(waiting)
+            )
+
+
+def _without_place() -> tuple[str, ...]:
+    try:
+        return pending_groups(APPLICATION)
+    except RayError as error:
+        logger.info("nobody says what waits for a place: %s", _first_line(error))
+        return ()
 
 
 def _ask_replicas(pool: DeploymentHandle[Any], method: str, *args: object) -> list[Any]:

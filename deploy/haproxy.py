@@ -7,6 +7,9 @@ mends the file that Serve has written, and then becomes HAProxy. Mended is what 
 - Where no door can be reached it would answer 500 in plain text. In both cases it is the 503 of a door that
   is not ready.
 - Its statistics and metrics would listen on every address. Nobody has to read them there: Ray exports them.
+- It would wait an hour for the rest of a request's headers, and hold a connection for them.
+- It would hand on headers that Serve obeys or trips over (`deploy.openai.serve_headers`, which runs in front
+  of doors as well).
 """
 
 from __future__ import annotations
@@ -15,6 +18,14 @@ import os
 import re
 import sys
 from pathlib import Path
+
+from deploy.openai.serve_headers import (
+    REQUEST_ID,
+    REQUEST_ID_FORM,
+    SESSION_VARIABLE,
+    STEERING,
+    STEERING_PREFIX,
+)
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 COMMAND = "drafthouse-haproxy"
@@ -29,6 +40,10 @@ _NO_PATH = re.compile(
 )
 _ERROR_FILE = re.compile(r"^(\s*)errorfile (502|503|504) \S+$", re.MULTILINE)
 _OPEN_TO_ALL = re.compile(r"^((?:frontend prometheus|listen stats)\n\s*bind) \*?:(\d+)$", re.MULTILINE)
+_HEAD_TIMEOUT_S = 30
+"""As `deploy.openai.bounded_http` has it for the Python proxy."""
+_CLIENT_TIMEOUT = re.compile(r"^(defaults\n(?:(?!\S).*\n)*?\s*timeout client \S+)$", re.MULTILINE)
+_FRONTEND = re.compile(r"^(frontend http_frontend\n\s*bind \S+)$", re.MULTILINE)
 
 
 class UnknownConfiguration(Exception):
@@ -43,8 +58,23 @@ def mended(text: str) -> str:
     """
     text = _replaced(_ERROR_FILE, rf"\1http-error status \2 {_ANSWER}", text, 3)
     text = _replaced(_OPEN_TO_ALL, r"\1 127.0.0.1:\2", text, 2)
+    text = _replaced(_CLIENT_TIMEOUT, rf"\1\n    timeout http-request {_HEAD_TIMEOUT_S}s", text, 1)
+    rules = "".join(f"\n    http-request {rule}" for rule in _header_rules())
+    text = _replaced(_FRONTEND, rf"\1{rules}", text, 1)
     has_doors = re.search(r"^\s*use_backend ", text, re.MULTILINE) is not None
     return text if has_doors else _replaced(_NO_PATH, rf"\1 status 503 {_ANSWER}", text, 1)
+
+
+def _header_rules() -> list[str]:
+    """Return HAProxy's way to leave out what `ServeHeaders` leaves out."""
+    session = os.environ.get(SESSION_VARIABLE)
+    names = STEERING if session is None else (*STEERING, session.lower())
+    return [
+        f"del-header {REQUEST_ID} if {{ req.fhdr_cnt({REQUEST_ID}) gt 1 }} "
+        f"or !{{ req.fhdr({REQUEST_ID}) -m reg '^{REQUEST_ID_FORM}$' }}",
+        *(f"del-header '^{re.sub('[-_]', '[-_]', name)}$' -m reg" for name in names),
+        f"del-header {STEERING_PREFIX} -m beg",
+    ]
 
 
 def _replaced(pattern: re.Pattern[str], by: str, text: str, wanted: int) -> str:

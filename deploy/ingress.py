@@ -115,9 +115,10 @@ class IngressReplica:
         sink = RaySink()
         while True:
             await asyncio.sleep(_PUBLISH_S)
-            if not self._services[0].adds_up:
-                continue
             try:
+                if not self._services[0].adds_up:
+                    sink.withdraw()
+                    continue
                 sink.publish(await self._app.state.snapshot())
             except ApiError as error:
                 logger.info("nothing to publish through Ray at present: %s", error)

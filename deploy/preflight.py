@@ -161,7 +161,8 @@ def check_models(engine: EngineConfig) -> None:
         from specdec.drafters.checkpoints.files import open_drafter
         from specdec.drafters.checkpoints.registry import detect
 
-        detect(open_drafter(str(heads.model)))  # the worker that loads it says whether it fits the target
+        # The worker that loads it says whether it fits the target.
+        detect(open_drafter(str(heads.model), allow_pickled=heads.allow_pickled_weights))
     _check_length(engine.target, checkpoints[0])
     for drafter, checkpoint in zip(models, checkpoints[1:], strict=True):
         reach = _draft_reach(drafter, checkpoint, checkpoints[0], engine.target)

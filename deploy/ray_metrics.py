@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from ray.util.metrics import Gauge
 
 from cluster.series import CLUSTER_SERIES
 from deploy.openai.metrics import PREFIX, parsed
+from specdec.core.series import name_of
 
 _RAYS_PREFIX = "ray_"
 """Ray puts it before every name."""
@@ -32,15 +34,22 @@ class RaySink:
 
     Every sample is a gauge to Ray, counters and the parts of histograms as well: Ray's own counters are of a
     process and take differences, these are sums over processes, and are 0 before anything was counted.
+
+    A gauge of Ray's says for ever what it was told last, of every set of labels: what is not in a snapshot
+    any more has to be told off. Numbers of things that are there become 0. All others become no number: a
+    counter that fell to 0, and is told of again, would have grown by all of itself.
     """
 
     def __init__(self, make: Callable[[str, str, tuple[str, ...]], Publishes] = _made_by_ray) -> None:
         self._make = make
         self._metrics: dict[str, Publishes] = {}
+        self._published: frozenset[str] = frozenset()
 
     def publish(self, snapshot: Mapping[str, float]) -> None:
-        """Publish values by the keys of `deploy.openai.metrics.render`."""
-        for series, value in snapshot.items():
+        """Publish values by the keys of `deploy.openai.metrics.render`, and these alone."""
+        gone = {series: _without(series) for series in self._published - snapshot.keys()}
+        self._published = frozenset(snapshot)
+        for series, value in (*gone.items(), *snapshot.items()):
             name, labels = parsed(series)
             metric = self._metrics.get(name)
             if metric is None:
@@ -50,3 +59,13 @@ class RaySink:
                 full_name = PREFIX.removeprefix(_RAYS_PREFIX) + name + suffix
                 metric = self._metrics[name] = self._make(full_name, text, tuple(labels))
             metric.set(float(value), labels)
+
+    def withdraw(self) -> None:
+        """Publish nothing any more, until the next snapshot: another process does."""
+        self.publish({})
+
+
+def _without(series: str) -> float:
+    known = CLUSTER_SERIES.get(name_of(series))
+    is_number_of_things = known is not None and known.kind == "gauge" and known.combination == "sum"
+    return 0.0 if is_number_of_things else math.nan

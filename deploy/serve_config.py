@@ -13,12 +13,16 @@ nodes. Host, port and TLS are Serve's own (`http_options`), not `config.http`'s.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
 from deploy.api_keys import read_api_keys
 from deploy.application import build_application
@@ -29,6 +33,9 @@ from deploy.preflight import check_models
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
 from specdec.engine.synthetic import require_real
+from specdec.model.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +64,44 @@ def build(args: dict[str, Any]) -> serve.Application:
         _check_models(model.engine)
     keys_file = arguments.config.http.api_keys_file
     keys = read_api_keys(keys_file) if keys_file is not None else ()
-    return build_application(arguments.config, keys)
+    return build_application(arguments.config, keys, own=_being_deployed())
+
+
+def _being_deployed() -> frozenset[str] | None:
+    """Return the applications that Serve deploys now; None: it does not say.
+
+    Serve does not tell a builder for which application it is called, but counts that one as being deployed
+    meanwhile. Where nothing is, a program has called the builder, to deploy later.
+    """
+    try:
+        applications = serve.status().applications
+    except (RayError, RayServeException) as error:
+        logger.warning("Serve does not say what it deploys, so nobody can tell whose what is: %s", error)
+        return None
+    names = (name for name, one in applications.items() if one.status == ApplicationStatus.DEPLOYING)
+    return frozenset(names) or None
 
 
 def _check_models(engine: EngineConfig) -> None:
     """Check the models, where this node has them: what is found here costs no running replica its place."""
     require_real(engine)
-    folders = [engine.target.model, *(one.model for one in engine.speculative_config.every_drafter)]
-    if all(Path(folder).is_dir() for folder in folders if folder is not None):
-        check_models(engine)
+    drafters = [one for one in engine.speculative_config.every_drafter if one.model is not None]
+    folders = [engine.target.model, *(str(one.model) for one in drafters)]
+    if missing := [folder for folder in folders if not Path(folder).is_dir()]:
+        logger.warning(
+            "%s is not on the node that builds the application, so that nobody has checked the models: one "
+            "that cannot be loaded is found out by workers, when what they replace may have ended",
+            missing[0],
+        )
+        return
+    check_models(engine)
+    from specdec.model.stored_shapes import check_stored_shapes  # seconds, for arguments that are wrong
+
+    check_stored_shapes(engine.target)
+    for drafter in drafters:
+        if not drafter.has_heads:
+            # The worker may well ask for less: shapes do not depend on it.
+            check_stored_shapes(ModelConfig(model=str(drafter.model)))
 
 
 def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:

@@ -95,7 +95,7 @@ class Probes(Block):
 
 class DisruptionBudget(Block):
     enabled: bool = True
-    max_unavailable: int | str = 1
+    max_unavailable: int = Field(default=1, ge=0)
 
 
 class Pool(Block):
@@ -105,7 +105,7 @@ class Pool(Block):
     memory: Quantity
     ephemeral_storage: Quantity | Literal[""] = ""
     shm_size: Quantity
-    drain_seconds: int = Field(ge=0)
+    drain_seconds: Annotated[int, Field(ge=0)] | Literal[""]
     node_selector: Strings = {}
     tolerations: list[Kubernetes] = []
     affinity: Kubernetes = {}
@@ -135,6 +135,7 @@ class TargetPool(GpuPool):
     groups: int = Field(ge=1)
     max_groups: int = Field(ge=0)
     nodes_per_group: int = Field(ge=1)
+    multi_host: bool
 
 
 class DraftPool(GpuPool):
@@ -201,6 +202,7 @@ class Monitor(Block):
 class Rules(Block):
     enabled: bool = False
     labels: Strings = {}
+    runbook_url: str = Field(default="", pattern=r"^(https?://[^\s#'\"]+)?$")
 
 
 class Dashboards(Block):

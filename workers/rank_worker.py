@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+_SILENCE_S = 20.0
+"""Of draft models, which nobody's stream depends on."""
 
 
 class RankWorkerProcess:
@@ -66,7 +68,11 @@ RankWorker = ray.remote(RankWorkerProcess)
 
 
 def lead_ranks(
-    role: Role, config: EngineConfig, host: str, others: Sequence[Mapping[str, Any]]
+    role: Role,
+    config: EngineConfig,
+    host: str,
+    others: Sequence[Mapping[str, Any]],
+    silence_s: float = _SILENCE_S,
 ) -> RankGroup | None:
     """Start the other ranks of a model and return rank 0's place among them; None when there are none.
 
@@ -77,6 +83,7 @@ def lead_ranks(
         config: whole configuration.
         host: address of this process.
         others: actor options of ranks 1, 2, ...
+        silence_s: for how long a rank may not run.
 
     Raises:
         TransportError: a rank did not come up.
@@ -84,7 +91,7 @@ def lead_ranks(
     if not others:
         return None
     from specdec.model.parallel.group import RankGroup, serve_store
-    from specdec.model.parallel.heartbeat import HeartbeatWatch
+    from specdec.model.parallel.heartbeat import HeartbeatWatch, looks_in
 
     size = 1 + len(others)
     store = serve_store(host)
@@ -95,7 +102,7 @@ def lead_ranks(
     watch = threading.Thread(target=_end_with, args=(actors,), name="rank-watch", daemon=True)
     watch.start()
     group = RankGroup.join(_spec(0, size, (host, store.port), host), _device(role, config), store)
-    HeartbeatWatch(group, _end_without)
+    HeartbeatWatch(group, _end_without, max_silent_looks=looks_in(silence_s))
     return group
 
 

@@ -53,9 +53,10 @@ class TargetWorkerProcess:
         listener: StartListener | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
         tensors: TensorLane = "gloo",
+        rank_silence_s: float = 20.0,
     ) -> None:
         """`other_ranks`: actor options of ranks 1, 2, ... of the target, of which this is rank 0; `tensors`:
-        how hidden states travel to draft workers.
+        how hidden states travel to draft workers; `rank_silence_s`: for how long another rank may not run.
         """
         prepare_logging(peer_id)
         num_threads = prepare_threads(threads_per_rank(config.target.num_threads, 1 + len(other_ranks)))
@@ -69,7 +70,7 @@ class TargetWorkerProcess:
         started_s = time.monotonic()
         logger.info("loading target %s (%d threads)", config.target.model, num_threads)
         progress = StartProgress("target", listener)
-        ranks = lead_ranks("target", config, host, other_ranks)
+        ranks = lead_ranks("target", config, host, other_ranks, rank_silence_s)
         target = build_target(config, progress, ranks)
         description = target.description
         logger.info(

@@ -31,13 +31,14 @@ class TargetScalingConfig(PaceConfig):
     max_groups: int = Field(ge=1)
     """Most target groups."""
     target_occupancy: float = Field(default=0.8, gt=0, le=1)
-    """Requests that run or wait, over those that all groups together run at once (`scheduler.max_num_seqs`):
-    more groups are wanted above, fewer where the rest would stay well below."""
+    """How full the groups are: of places for requests (`scheduler.max_num_seqs`) or of KV memory, whichever
+    is fuller, those that wait included. More groups are wanted above, fewer where the rest would stay well
+    below."""
     target_queue_wait_s: float = Field(default=1.0, gt=0)
     """More groups are wanted when one would wait longer than that in a group's queue."""
     target_itl_ms: float | None = Field(default=None, gt=0)
     """More groups are wanted when a round, and so the time between two deliveries of a stream, takes longer
-    than that; None: no matter."""
+    than that, up to one for each running request: batches cannot get smaller. None: no matter."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,6 +16,7 @@ from cluster.autoscaling.config import DraftScalingConfig, PaceConfig, TargetSca
 from cluster.autoscaling.draft_pool import PoolLoad, wanted_workers
 from cluster.autoscaling.pace import Fleet, Pace, Wish, decide
 from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
+from cluster.autoscaling.wanted import WantedTeller
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
@@ -43,9 +44,11 @@ def group_stats(metrics: Mapping[str, float], *, round_s: float | None) -> dict[
 class TargetGroupPolicy:
     """Scales the Coordinator deployment: one replica is one whole target group."""
 
-    def __init__(self, config: Mapping[str, Any], max_num_seqs: int) -> None:
+    def __init__(self, config: Mapping[str, Any], max_num_seqs: int, namespace: str = "") -> None:
+        """`namespace`: whose directory is told what is decided; empty: none."""
         self._config = TargetScalingConfig.model_validate(config)
         self._max_num_seqs = max_num_seqs
+        self._teller = WantedTeller(namespace, "target") if namespace else None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return how many target groups there should be."""
@@ -54,26 +57,29 @@ class TargetGroupPolicy:
             GroupLoad(
                 num_running=report.get("num_requests_running", 0.0),
                 num_waiting=report.get("num_requests_waiting", 0.0),
+                kv_usage=report.get("kv_cache_usage_perc", 0.0),
                 queue_wait_s=report.get("queue_wait_seconds", 0.0),
                 round_s=report.get("round_seconds"),
             )
             for report in reports
         ]
         wish = wanted_groups(loads, self._max_num_seqs, self._config)
-        return _decided(context, wish, len(loads), self._config)
+        return _decided(context, wish, len(loads), self._config, self._teller)
 
 
 class DraftPoolPolicy:
     """Scales the DraftPool deployment: one replica is one draft worker, with all its ranks."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], namespace: str = "") -> None:
+        """`namespace`: as for target groups."""
         self._config = DraftScalingConfig.model_validate(config)
+        self._teller = WantedTeller(namespace, "draft") if namespace else None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return how many draft workers there should be."""
         reports = _reports(context)
         wish = wanted_workers(pool_load(reports), self._config)
-        return _decided(context, wish, len(reports), self._config)
+        return _decided(context, wish, len(reports), self._config, self._teller)
 
 
 def pool_load(reports: Sequence[Mapping[str, float]]) -> PoolLoad:
@@ -132,7 +138,7 @@ def _reports(context: AutoscalingContext) -> list[dict[str, float]]:
 
 
 def _decided(
-    context: AutoscalingContext, wish: Wish, num_ready: int, config: PaceConfig
+    context: AutoscalingContext, wish: Wish, num_ready: int, config: PaceConfig, teller: WantedTeller | None
 ) -> tuple[int, dict[str, Any]]:
     number, now_s = context.target_num_replicas, context.current_time
     assert now_s is not None
@@ -147,4 +153,6 @@ def _decided(
         high=context.capacity_adjusted_max_replicas,
     )
     decided, pace = decide(wish, fleet, pace, config, now_s)
+    if teller is not None:
+        teller.tell(decided)
     return decided, {_PACE: asdict(pace), _ASKED_FOR: decided}

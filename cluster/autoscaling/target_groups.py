@@ -1,4 +1,5 @@
-"""How many target groups are wanted: by requests, by waiting in the queue, by the time between tokens."""
+"""How many target groups are wanted: by requests and their K/V, by waiting in the queue, by the time between
+tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ class GroupLoad:
 
     num_running: float = 0.0
     num_waiting: float = 0.0
+    kv_usage: float = 0.0
+    """Share of its KV blocks that requests hold, 0 to 1. What a prefix cache keeps beyond that can be given
+    to others at once, and is not in it."""
     queue_wait_s: float = 0.0
     """How long one would wait that comes now, by the measured drain rate."""
     round_s: float | None = None
@@ -35,25 +39,45 @@ def wanted_groups(loads: Sequence[GroupLoad], max_num_seqs: int, config: TargetS
     num_groups = len(loads)
     if num_groups == 0:
         return Wish(number=0, is_idle=True)
-    num_requests = sum(load.num_running + load.num_waiting for load in loads)
-    occupancy = num_requests / max_num_seqs
-    pressure = _pressure(loads, config)
-    by_requests = math.ceil(occupancy / config.target_occupancy)
-    if by_requests > num_groups or pressure > 1.0:
-        by_pressure = math.ceil(num_groups * min(pressure, _MOST_AT_ONCE))
-        most = math.ceil(num_groups * _MOST_AT_ONCE)
-        return Wish(number=min(max(by_requests, by_pressure), most))
-    relaxed = math.ceil(occupancy / (_RELAXED * config.target_occupancy))
-    # With fewer groups, each has more to do: the pressure on those that stay grows as much.
-    bearable = math.ceil(num_groups * pressure / _RELAXED)
-    return Wish(number=min(num_groups, max(1, relaxed, bearable)), is_idle=num_requests == 0)
+    needed = _needed(loads, max_num_seqs, config, share=1.0)
+    if needed > num_groups:
+        return Wish(number=min(needed, math.ceil(num_groups * _MOST_AT_ONCE)))
+    relaxed = _needed(loads, max_num_seqs, config, share=_RELAXED)
+    is_idle = all(load.num_running + load.num_waiting == 0 for load in loads)
+    return Wish(number=min(num_groups, max(1, relaxed)), is_idle=is_idle)
 
 
-def _pressure(loads: Sequence[GroupLoad], config: TargetScalingConfig) -> float:
-    """Return the largest of the latencies over its target; above 1, more groups are wanted."""
+def _needed(loads: Sequence[GroupLoad], max_num_seqs: int, config: TargetScalingConfig, share: float) -> int:
+    """Return how many groups would stay below this share of the targets."""
+    by_load = math.ceil(_load_in_groups(loads, max_num_seqs) / (share * config.target_occupancy))
     mean_wait_s = sum(load.queue_wait_s for load in loads) / len(loads)
-    pressure = mean_wait_s / config.target_queue_wait_s
+    by_waiting = _by_latency(mean_wait_s / config.target_queue_wait_s, len(loads), share)
     rounds_s = [load.round_s for load in loads if load.round_s is not None and load.num_running > 0]
-    if config.target_itl_ms is not None and rounds_s:
-        pressure = max(pressure, 1000.0 * sum(rounds_s) / len(rounds_s) / config.target_itl_ms)
-    return pressure
+    if config.target_itl_ms is None or not rounds_s:
+        return max(by_load, by_waiting)
+    by_rounds = _by_latency(1000.0 * sum(rounds_s) / len(rounds_s) / config.target_itl_ms, len(loads), share)
+    # More groups make rounds shorter by making batches smaller: none is smaller than one request.
+    smallest = math.ceil(sum(load.num_running for load in loads))
+    return max(by_load, by_waiting, min(by_rounds, smallest))
+
+
+def _load_in_groups(loads: Sequence[GroupLoad], max_num_seqs: int) -> float:
+    """Return how many groups all requests, running and waiting, would fill.
+
+    A group is full when it has no place for a request or no memory, whichever comes first. By places alone,
+    groups whose memory is the limit look empty as soon as another one has taken what waited: it would go, and
+    be missed, for ever. Those that wait are taken to need as much as those that run.
+    """
+    filled = sum(max(load.num_running / max_num_seqs, load.kv_usage) for load in loads)
+    num_running = sum(load.num_running for load in loads)
+    num_waiting = sum(load.num_waiting for load in loads)
+    each = filled / num_running if num_running > 0 else 0.0
+    # Means of different moments may say nonsense: nobody needs less than a place, or more than a group.
+    return filled + num_waiting * min(max(each, 1.0 / max_num_seqs), 1.0)
+
+
+def _by_latency(pressure: float, num_groups: int, share: float) -> int:
+    """Return the groups that bring a latency, so many times its target, to this share of it: with more groups
+    each has less to do, with fewer more, and the latency is taken to change as much.
+    """
+    return math.ceil(num_groups * min(pressure, _MOST_AT_ONCE) / share)

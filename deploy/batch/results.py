@@ -1,11 +1,17 @@
 """The results of a batch: one JSON object per line, in OpenAI's format, in the order in which they came.
 
 The file is all that a batch remembers: what is in it is not asked for again. A line that was cut off when
-the process died is taken away, and its request made again.
+the process died is taken away, and its request made again. Two runs would take away each other's lines: who
+writes holds a lock on the file.
+
+In one respect a line says more than OpenAI's. There, a request that is refused has its response and no error,
+and stands in another file; here it stands beside the others, and has an error, too, which tells it from those
+that were answered and names line and field.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,14 +73,15 @@ class ResultsFile:
     """The file of results, open for more of them. A context manager."""
 
     def __init__(self, file: Path, *, drop_failures: bool = False) -> None:
-        """Read what is there, and take a line that was cut off away.
+        """Read what is there, and take a line that was cut off away. It is this run's alone until the end.
 
         Args:
             file: made if it is not there.
             drop_failures: take failures away as well, so that they are tried again.
 
         Raises:
-            ConfigError: the file cannot be read or written, or holds something else; it stays as it is.
+            ConfigError: the file cannot be read or written, is being written by another run, or holds
+                something else; it stays as it is.
         """
         self._file = file
         self._decoder = msgspec.json.Decoder(BatchResult)
@@ -82,11 +89,15 @@ class ResultsFile:
         self._line_ids: set[str] = set()
         self.num_failures = 0
         try:
-            num_bytes = self._scan(drop_failures)
-            if drop_failures and self.num_failures:
-                num_bytes = self._rewrite()
-            self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.ftruncate(self._descriptor, num_bytes)
+            self._descriptor = self._open()
+            try:
+                num_bytes = self._scan(drop_failures)
+                if drop_failures and self.num_failures:
+                    num_bytes = self._rewrite()
+                os.ftruncate(self._descriptor, num_bytes)
+            except BaseException:
+                os.close(self._descriptor)
+                raise
         except OSError as error:
             raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
 
@@ -130,6 +141,30 @@ class ResultsFile:
             self._custom_ids.add(result.custom_id)
         self.num_failures += result.is_failure
 
+    def _open(self) -> int:
+        """Open the file and lock it; another run may just have put another one in its place."""
+        while True:
+            descriptor = _opened(self._file)
+            try:
+                self._lock(descriptor)
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._file)):
+                    return descriptor
+            except FileNotFoundError:  # taken away meanwhile: it is made anew
+                pass
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self._file} is being written by another run of `drafthouse batch`: wait for its end, or "
+                "give another file"
+            ) from None
+
     def _scan(self, drop_failures: bool) -> int:
         """Count what is there; return where the last whole line ends."""
         end = 0
@@ -156,15 +191,30 @@ class ResultsFile:
                     raise ConfigError(f"{self._file}:{number}: {_IS_IT_OURS} ({error})") from None
 
     def _rewrite(self) -> int:
-        """Put a file without failures in the place of the one that is there; return its length."""
+        """Put a file without failures in the place of the one that is there; return its length.
+
+        It is locked before it is there, and the one before until it is not.
+        """
         kept = self._file.with_name(f"{self._file.name}.new")
         num_bytes = 0
-        with kept.open("wb") as new:
-            for line, result in self._results():
-                if not result.is_failure:
-                    num_bytes += new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(kept, self._file)
+        descriptor = _opened(kept)
+        try:
+            self._lock(descriptor)
+            os.ftruncate(descriptor, 0)
+            with os.fdopen(descriptor, "wb", closefd=False) as new:
+                for line, result in self._results():
+                    if not result.is_failure:
+                        num_bytes += new.write(line)
+            os.fsync(descriptor)
+            os.replace(kept, self._file)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(self._descriptor)
+        self._descriptor = descriptor
         self.num_failures = 0
         return num_bytes
+
+
+def _opened(file: Path) -> int:
+    return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -293,6 +293,12 @@ def new(
     tokens_per_minute: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompts and of what is generated.")
     ] = None,
+    min_priority: Annotated[
+        int,
+        typer.Option(
+            min=-1000, max=1000, help="Most urgent `priority` (smallest number) that its requests may have."
+        ),
+    ] = 0,
     debug: DebugOption = False,
 ) -> None:
     """Make an API key: print it, once, and the line of http.api_keys_file that lets a server accept it.
@@ -303,13 +309,13 @@ def new(
 
         drafthouse keys new alice
 
-        drafthouse keys new batch-jobs --max-concurrency 16 --tokens-per-minute 200000
+        drafthouse keys new batch-jobs --max-concurrency 16 --tokens-per-minute 200000 --min-priority 10
 
         drafthouse keys new bob | tee >(tail -n 1 >> keys)
     """
     from deploy.cli.keys import print_new_key
 
-    print_new_key(name, max_concurrency, tokens_per_minute)
+    print_new_key(name, max_concurrency, tokens_per_minute, min_priority)
 
 
 @bench_app.command()
@@ -575,7 +581,7 @@ def write_rules(
     ] = 2.5,
     next_tokens: Annotated[
         float, typer.Option(help="Seconds between deliveries of a stream: a boundary of the histogram.")
-    ] = 0.2,
+    ] = 0.5,
     in_time: Annotated[float, typer.Option(help="Share that has to be within each of these.")] = 0.95,
     answered: Annotated[float, typer.Option(help="Share of requests that must not fail.")] = 0.999,
     runbook: Annotated[

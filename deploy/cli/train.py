@@ -88,6 +88,13 @@ def train(
             "draft_model: any model with the target's tokenizer; medusa2: Medusa heads."
         ),
     ] = None,
+    allow_pickled_weights: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickled-weights",
+            help="Read --start-from of a pickled file (.pt, .bin) where it has no safetensors.",
+        ),
+    ] = False,
     keep_hidden: Annotated[
         bool, typer.Option("--keep-hidden", help="Keep the target's hidden states in WORK.")
     ] = False,
@@ -237,6 +244,7 @@ def train(
         samples=samples,
         sample_temperature=sample_temperature,
         start_from=start_from,
+        allow_pickled_weights=allow_pickled_weights,
         keeps_hidden=keep_hidden,
         hidden_folder=hidden_folder,
         layout=layout,

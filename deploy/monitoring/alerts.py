@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.measures import num_failed
+from deploy.monitoring.measures import num_failed, turned_away_share
 from deploy.monitoring.objectives import Objectives
 from deploy.monitoring.promql import Scope
 from deploy.monitoring.recordings import ACCEPTANCE, FAILED, FIRST_TOKEN_IN_TIME, NEXT_TOKENS_IN_TIME
@@ -11,7 +11,6 @@ from deploy.monitoring.rule import Alert, Severity
 _5M, _10M, _15M, _30M, _6H = (
     Scope(window=window, tells_models=True) for window in ("5m", "10m", "15m", "30m", "6h")
 )
-_TURNED_AWAY = 'status="429"'
 _OF_TARGET, _OF_DRAFT = 'part="target"', 'part="draft"'
 _COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
 
@@ -45,9 +44,9 @@ def _burns(
         lasting="2m",
         severity=severity,
         summary="{{ $labels.job }}: {{ $value | humanizePercentage }} of requests fail",
-        description="Requests to {{ $labels.job }} fail, with status 500 or more or in the middle of a "
-        f"stream, {num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} allows, "
-        f"for {short} and for {long}.",
+        description="Requests for text to {{ $labels.job }} fail, with status 500 or more or in the middle "
+        f"of a stream, {num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} "
+        f"allows, for {short} and for {long}.",
     )
 
 
@@ -89,8 +88,7 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
         ),
         Alert(
             name="DrafthouseTurnsAway",
-            expression=f"{_5M.rate('http_requests', where=_TURNED_AWAY)} / {_5M.rate('http_requests')} > "
-            "0.05",
+            expression=f"{turned_away_share(_5M)} > 0.05",
             lasting="5m",
             severity="warning",
             summary="{{ $labels.job }} turns {{ $value | humanizePercentage }} of requests away",
@@ -232,8 +230,27 @@ def speculation_alerts() -> tuple[Alert, ...]:
 
 
 def worker_alerts() -> tuple[Alert, ...]:
-    """Return the alerts about processes that die, or do not become ready."""
+    """Return the alerts about processes that die, are missing, or do not become ready."""
     return (
+        Alert(
+            name="DrafthouseTargetGroupsMissing",
+            expression=f"{_5M.gauge('target_groups_wanted')} - {_5M.gauge('coordinators')} > 0",
+            lasting="15m",
+            severity="warning",
+            summary="{{ $labels.job }} has fewer target groups than it should: {{ $value }} are missing",
+            description="For fifteen minutes {{ $value }} target groups of {{ $labels.job }}, configured or "
+            "asked for by autoscaling, have not been there. Ray finds no place for them, or they die.",
+        ),
+        Alert(
+            name="DrafthouseDraftWorkersMissing",
+            expression=f"{_5M.gauge('draft_workers_wanted')} - {_5M.gauge('draft_workers')} > 0",
+            lasting="15m",
+            severity="warning",
+            summary="{{ $labels.job }} has fewer draft workers than it should: {{ $value }} are missing",
+            description="For fifteen minutes {{ $value }} draft workers of {{ $labels.job }}, configured or "
+            "asked for by autoscaling, have not been there or not answered. Text is the same and comes "
+            "slower.",
+        ),
         Alert(
             name="DrafthouseTargetsDie",
             # Between 2 and 3, as _FEW_FAILURES.

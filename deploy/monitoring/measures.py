@@ -5,22 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from deploy.monitoring.promql import Scope
+from deploy.openai.metrics import GENERATING_ROUTES
+
+_GENERATING = f'route=~"{"|".join(GENERATING_ROUTES)}"'
+"""Requests that clients are promised something about. /health says 503 whenever nobody is ready, as often as
+a balancer asks, and scrapes are answered in the worst outage: they make a share of failures too large or too
+small."""
 
 
 def failed_share(scope: Scope) -> str:
-    """Return the share of HTTP requests that failed for a reason of ours, with a status or in the middle of a
-    stream; 0 when there were some and none failed."""
-    return f"{_failed(scope.rate)} / {scope.rate('http_requests')}"
+    """Return the share of requests for text that failed for a reason of ours, with a status or in the middle
+    of a stream; 0 when there were some and none failed."""
+    return f"{_failed(scope.rate)} / {scope.rate('http_requests', where=_GENERATING)}"
+
+
+def turned_away_share(scope: Scope) -> str:
+    """Return the share of requests for text that were answered with 429."""
+    return f"{num_turned_away(scope)} / {scope.rate('http_requests', where=_GENERATING)}"
+
+
+def num_turned_away(scope: Scope) -> str:
+    """Return how many requests for text are answered with 429 per second."""
+    return scope.rate("http_requests", where=f'{_GENERATING},status="429"')
 
 
 def num_failed(scope: Scope) -> str:
-    """Return how many HTTP requests failed so."""
+    """Return how many requests for text failed so."""
     return _failed(scope.increase)
 
 
 def _failed(grown: Callable[..., str]) -> str:
-    none = f"0 * {grown('http_requests')}"
-    answers = grown("http_requests", where='status=~"5.."')
+    none = f"0 * {grown('http_requests', where=_GENERATING)}"
+    answers = grown("http_requests", where=f'{_GENERATING},status=~"5.."')
     return f"(({answers} or {none}) + ({grown('streams_failed')} or {none}))"
 
 
@@ -39,6 +55,17 @@ def tokens_per_proposal(scope: Scope, of: str = "spec_decode_num", *, by: Sequen
     """Return how many tokens one step of the target brings: 1 + those accepted of a proposal."""
     ratio = scope.ratio(*(_counter(of, what, by) for what in ("accepted_tokens", "drafts")), by=by)
     return f"1 + {ratio}"
+
+
+def target_utilization(scope: Scope) -> str:
+    """Return the share of time in which a target computes, mean over the target groups."""
+    working = f"({scope.rate('target_forward_time_seconds')} + {scope.rate('target_sample_time_seconds')})"
+    return f"{working} / ({scope.gauge('coordinators')} > 0)"
+
+
+def draft_utilization(scope: Scope) -> str:
+    """Return the share of time in which a draft worker drafts, mean over the draft workers."""
+    return f"{scope.rate('draft_compute_seconds')} / ({scope.gauge('draft_workers')} > 0)"
 
 
 def _counter(of: str, what: str, by: Sequence[str]) -> str:

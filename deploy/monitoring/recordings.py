@@ -3,7 +3,13 @@ more."""
 
 from __future__ import annotations
 
-from deploy.monitoring.measures import accepted_share, failed_share, tokens_per_proposal
+from deploy.monitoring.measures import (
+    accepted_share,
+    draft_utilization,
+    failed_share,
+    target_utilization,
+    tokens_per_proposal,
+)
 from deploy.monitoring.objectives import Objectives
 from deploy.monitoring.promql import Scope
 from deploy.monitoring.rule import Recording
@@ -44,5 +50,7 @@ def recordings(objectives: Objectives) -> tuple[Recording, ...]:
             name="job:drafthouse_drafting_hidden:ratio_rate5m",
             expression=_5M.ratio("drafting_hidden_time_seconds", "drafting_time_seconds"),
         ),
+        Recording(name="job:drafthouse_target_utilization:ratio_rate5m", expression=target_utilization(_5M)),
+        Recording(name="job:drafthouse_draft_utilization:ratio_rate5m", expression=draft_utilization(_5M)),
         Recording(name="job:drafthouse_generation_tokens:rate5m", expression=_5M.rate("generation_tokens")),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,7 @@ from starlette.responses import Response
 from deploy.openai.access_log import AccessLog
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
-from deploy.openai.errors import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, ApiError, not_ready
+from deploy.openai.errors import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, ApiError, not_ready, took_too_long
 from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
@@ -32,6 +32,7 @@ from deploy.openai.paths import HEALTH_PATH, METRICS_PATH
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
     TIMEOUT_HEADER,
+    BodyT,
     PreparedRequest,
     ResponseIdentity,
     limited,
@@ -40,11 +41,12 @@ from deploy.openai.requests import (
     parse_body,
     prepare_chat,
     prepare_completion,
+    time_limit,
     traced,
 )
 from deploy.openai.responses import ChoiceResult, complete_body
 from deploy.openai.resumption import HEADER as LAST_EVENT_ID
-from deploy.openai.resumption import Comeback, EventId, proved
+from deploy.openai.resumption import Comeback, EventId, FailedForGood, proved
 from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import SlowReaders
 from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
@@ -52,7 +54,7 @@ from deploy.openai.tokenization import DoorTokenizer
 from deploy.openai.tracing import CURRENT_TRACE, TRACE_ID_HEADER, TraceRequests, Tracing
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
-from specdec.core.errors import DrafthouseError, NotReadyError
+from specdec.core.errors import DrafthouseError, NotReadyError, RequestFailed
 from specdec.engine.service import GenerationService
 from specdec.transport.status import ServiceStatus
 from workers.logs import add_log_context
@@ -150,29 +152,18 @@ class _Door:
         self._ring = ring
         self._models = models
         self._pace = Pace(models[0].settings.max_deliveries_per_s)
+        self._failed_for_good = FailedForGood()
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
         self.metrics = metrics
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
-        self._require_any()
-        body = parse_body(await http.body(), CompletionBody)
-        model = self._chosen(body.model)
-        description = model.require_description()
-        event_id, identity = _event_id(http)
-        prepared = await prepare_completion(body, description, model.tokenizer, model.settings, identity)
-        return await self._respond(model, prepared, http, event_id, description)
+        return await self._generate(http, CompletionBody, prepare_completion)
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions."""
-        self._require_any()
-        body = parse_body(await http.body(), ChatBody)
-        model = self._chosen(body.model)
-        description = model.require_description()
-        event_id, identity = _event_id(http)
-        prepared = await prepare_chat(body, description, model.tokenizer, model.settings, identity)
-        return await self._respond(model, prepared, http, event_id, description)
+        return await self._generate(http, ChatBody, prepare_chat)
 
     async def models(self) -> Response:
         """GET /v1/models: what is loaded, which may be nothing yet."""
@@ -303,6 +294,34 @@ class _Door:
             max_model_len=description.max_model_len,
         )
 
+    async def _generate(
+        self,
+        http: HttpRequest,
+        body_type: type[BodyT],
+        prepare: Callable[
+            [BodyT, TargetDescription, DoorTokenizer, DoorSettings, ResponseIdentity | None],
+            Awaitable[PreparedRequest],
+        ],
+    ) -> Response:
+        """Read a request and answer it. Its time runs from here on, also where its text waits to be read."""
+        self._require_any()
+        data = await http.body()
+        now_s = asyncio.get_running_loop().time
+        arrived_s = now_s()
+        with self._ring.preparing(_key_of(http), self.metrics):
+            body = parse_body(data, body_type)
+            model = self._chosen(body.model)
+            description = model.require_description()
+            event_id, identity = _event_id(http)
+            limit_s = time_limit(body, http.headers.get(TIMEOUT_HEADER), model.settings.request_timeout_s)
+            try:
+                async with asyncio.timeout(limit_s):
+                    prepared = await prepare(body, description, model.tokenizer, model.settings, identity)
+            except TimeoutError:
+                raise took_too_long(limit_s) from None
+        prepared = limited(prepared, limit_s, now_s() - arrived_s)
+        return await self._respond(model, prepared, http, event_id, description)
+
     async def _respond(
         self,
         model: AnyModel,
@@ -313,17 +332,24 @@ class _Door:
     ) -> Response:
         receive, settings = http.receive, model.settings
         add_log_context(request_id=prepared.response_id)
-        key: ApiKey | None = getattr(http.state, "api_key", None)
+        key = _key_of(http)
         if key is not None:
             shares_prefixes = settings.share_prefixes_between_keys
-            prepared = owned(prepared, key.digest, shares_prefixes=shares_prefixes)
-        longest_s = settings.request_timeout_s
-        prepared = limited(prepared, http.headers.get(TIMEOUT_HEADER), longest_s)
+            prepared = owned(
+                prepared, key.digest, shares_prefixes=shares_prefixes, min_priority=key.min_priority
+            )
         window_s = settings.resume_window_s
         prepared = proved(prepared, None if key is None else key.digest, window_s)
-        comeback = None if event_id is None else Comeback(event_id, prepared, window_s)
+        comeback = (
+            None if event_id is None else Comeback(event_id, prepared, window_s, description.max_model_len)
+        )
+
+        def note_failure(error: Exception) -> None:
+            self._failed_for_good.note(prepared.response_id, error, window_s)
+
         try:
             if comeback is not None:
+                self._failed_for_good.check(prepared.response_id)
                 usage = self._usage(key, prepared)
                 prepared = await until_client_leaves(comeback.resume(model.service, usage), receive)
             running = prepared.requests if comeback is None else comeback.running(prepared)
@@ -337,11 +363,14 @@ class _Door:
                 self.metrics,
                 self._usage(key, prepared),
                 timeout_s=prepared.timeout_s,
+                limit_s=prepared.limit_s,
                 max_unread=settings.max_unread_outputs,
                 trace=trace,
             )
             if prepared.body.stream:
-                stream = EventStream(prepared, outputs, model.tokenizer, self._pace, self.metrics)
+                stream = EventStream(
+                    prepared, outputs, model.tokenizer, self._pace, self.metrics, note_failure
+                )
                 if comeback is not None:
                     delivered = comeback.delivered(prepared, model.tokenizer, description)
                     stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
@@ -357,6 +386,9 @@ class _Door:
             return Response(body, media_type="application/json")
         except ClientLeft:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
+        except RequestFailed as error:
+            note_failure(error)
+            raise
 
     def _usage(self, key: ApiKey | None, prepared: PreparedRequest) -> Usage:
         return self._ring.usage(
@@ -371,7 +403,12 @@ class _Door:
         async with outputs:
             async for index, output in outputs:
                 results[index].add(output)
+                outputs.note_delivery([(index, output)])  # as it comes: its client gets it all at the end
         return complete_body(prepared, results, model.tokenizer)
+
+
+def _key_of(http: HttpRequest) -> ApiKey | None:
+    return getattr(http.state, "api_key", None)
 
 
 def _event_id(http: HttpRequest) -> tuple[EventId | None, ResponseIdentity | None]:

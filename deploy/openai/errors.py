@@ -105,6 +105,11 @@ def request_timeout(message: str) -> ApiError:
     return ApiError(504, message, type="server_error", code=TIMED_OUT, headers=_NOT_AGAIN)
 
 
+def took_too_long(limit_s: float | None) -> ApiError:
+    """The door's own clock says that the time of a request is up."""
+    return request_timeout(f"The request took longer than {limit_s:g} s.")
+
+
 def internal_error() -> ApiError:
     """Something broke that the client can do nothing about."""
     return ApiError(

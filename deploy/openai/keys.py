@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -46,6 +46,9 @@ class ApiKey:
     """Choices (prompts times `n`) that are generated at once; None: no limit."""
     tokens_per_minute: int | None = None
     """Tokens of prompts and of what is generated, per minute; None: no limit."""
+    min_priority: int = 0
+    """The most urgent priority (the smallest number) that its requests may have. Keys take turns within a
+    priority, so that one which is free to choose would come before all others."""
 
 
 class Usage(AbstractContextManager["Usage"], Protocol):
@@ -82,6 +85,8 @@ class _Meter:
         self._since_s = clock.now_s()
         self._mean_choice_s = _FIRST_GUESS_S
         self.num_running = 0
+        self.num_prepared = 0
+        """Requests that are being read."""
 
     def seconds_until_free(self) -> float:
         """Return when, roughly, one of the running choices ends: as they have done so far."""
@@ -143,6 +148,29 @@ class KeyRing:
         matches = [key for key in self._keys if hmac.compare_digest(given, key.digest)]
         return matches[0] if matches else None
 
+    @contextmanager
+    def preparing(self, key: ApiKey | None, metrics: DoorMetrics) -> Iterator[None]:
+        """Read a request within this: what would be refused is not read first, which costs the most.
+
+        Whoever has sent more than the key allows at once has that refused here, however much it is.
+        `usage` is entered afterwards, when it is known what is asked for, and counts that.
+
+        Raises:
+            CapacityError: the key is at one of its limits.
+        """
+        if key is None:
+            yield
+            return
+        meter = self._meters.setdefault(key.digest, _Meter(self._clock))
+        limits = _Limits(key, meter, metrics)
+        limits.check_concurrency(1 + meter.num_prepared)
+        limits.check_rate()
+        meter.num_prepared += 1
+        try:
+            yield
+        finally:
+            meter.num_prepared -= 1
+
     def usage(
         self, key: ApiKey | None, *, num_choices: int, num_prompt_tokens: int, metrics: DoorMetrics
     ) -> Usage:
@@ -157,6 +185,42 @@ class KeyRing:
         return _KeyUsage(key, meter, num_choices, num_prompt_tokens, metrics, self._clock)
 
 
+class _Limits:
+    """Those of a key, against what it is using."""
+
+    def __init__(self, key: ApiKey, meter: _Meter, metrics: DoorMetrics) -> None:
+        self._key = key
+        self._meter = meter
+        self._metrics = metrics
+
+    def check_concurrency(self, num_more: int) -> None:
+        """Raise CapacityError where so many choices are too many now."""
+        limit = self._key.max_concurrency
+        if limit is not None and self._meter.num_running + num_more > limit:
+            self._refuse(
+                "concurrency",
+                f"This API key may have {limit} choices generated at once, and has "
+                f"{self._meter.num_running + self._meter.num_prepared}.",
+                self._meter.seconds_until_free(),
+            )
+
+    def check_rate(self) -> None:
+        """Raise CapacityError where the tokens of a minute are used up."""
+        limit = self._key.tokens_per_minute
+        wait_s = 0.0 if limit is None else self._meter.seconds_until_below(limit)
+        if wait_s > 0:
+            self._refuse(
+                "tokens",
+                f"This API key may use {limit} tokens per minute (prompts and what is generated), and has "
+                "used them.",
+                wait_s,
+            )
+
+    def _refuse(self, limit: str, message: str, retry_after_s: float) -> None:
+        self._metrics.api_key_refusals.labels(self._key.name, limit).inc()
+        raise CapacityError(message, retry_after_s=retry_after_s)
+
+
 class _KeyUsage(Usage):
     def __init__(
         self,
@@ -169,9 +233,9 @@ class _KeyUsage(Usage):
     ) -> None:
         self._key = key
         self._meter = meter
+        self._limits = _Limits(key, meter, metrics)
         self._num_choices = num_choices
         self._num_prompt_tokens = num_prompt_tokens
-        self._metrics = metrics
         self._num_tokens = metrics.api_key_tokens.labels(key.name)
         self._clock = clock
         self._start_s = 0.0
@@ -180,8 +244,9 @@ class _KeyUsage(Usage):
 
     def __enter__(self) -> Self:
         """Take a place."""
-        self._check_concurrency()
-        self._check_rate()
+        self._check_size()
+        self._limits.check_concurrency(self._num_choices)
+        self._limits.check_rate()
         self._start_s = self._clock.now_s()
         self._meter.num_running += self._num_choices
         self._use(self._num_prompt_tokens)
@@ -215,11 +280,9 @@ class _KeyUsage(Usage):
             self._is_prompt_counted = True
             self._num_tokens.inc(self._num_prompt_tokens)
 
-    def _check_concurrency(self) -> None:
+    def _check_size(self) -> None:
         limit = self._key.max_concurrency
-        if limit is None or self._meter.num_running + self._num_choices <= limit:
-            return
-        if self._num_choices > limit:
+        if limit is not None and self._num_choices > limit:
             raise ApiError(
                 400,
                 f"The request has {self._num_choices} choices (prompts times n); this API key may have "
@@ -227,23 +290,3 @@ class _KeyUsage(Usage):
                 param="n",
                 code="too_many_choices",
             )
-        self._refuse(
-            "concurrency",
-            f"This API key may have {limit} choices generated at once, and has {self._meter.num_running}.",
-            self._meter.seconds_until_free(),
-        )
-
-    def _check_rate(self) -> None:
-        limit = self._key.tokens_per_minute
-        wait_s = 0.0 if limit is None else self._meter.seconds_until_below(limit)
-        if wait_s > 0:
-            self._refuse(
-                "tokens",
-                f"This API key may use {limit} tokens per minute (prompts and what is generated), and has "
-                "used them.",
-                wait_s,
-            )
-
-    def _refuse(self, limit: str, message: str, retry_after_s: float) -> None:
-        self._metrics.api_key_refusals.labels(self._key.name, limit).inc()
-        raise CapacityError(message, retry_after_s=retry_after_s)

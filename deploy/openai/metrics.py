@@ -103,7 +103,9 @@ class DoorMetrics:
             "time_to_first_token_seconds", "From the request's arrival to its first token.", TTFT_BUCKETS_S
         )
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two deliveries of tokens of one choice.", ITL_BUCKETS_S
+            "inter_token_latency_seconds",
+            "Between two deliveries of tokens of one choice to its client.",
+            ITL_BUCKETS_S,
         )
         self.time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds",
@@ -176,7 +178,7 @@ class DoorMetrics:
 
 
 class ChoiceTimer:
-    """Times one choice from its creation on."""
+    """Times one choice from its start, as its client sees it: what is delivered together counts once."""
 
     def __init__(self, metrics: DoorMetrics) -> None:
         self._metrics = metrics
@@ -184,10 +186,11 @@ class ChoiceTimer:
         self._first_s: float | None = None
         self._last_s = self._start_s
 
-    def observe(self, output: RequestOutput) -> None:
-        """Record the arrival of one output."""
+    def observe(self, *outputs: RequestOutput) -> None:
+        """Record one delivery, and the outputs in it."""
         now_s = perf_counter()
-        if output.token_ids:
+        output = outputs[-1]
+        if any(one.token_ids for one in outputs):
             if self._first_s is None:
                 self._first_s = now_s
                 self._metrics.time_to_first_token.observe(now_s - self._start_s)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
-from deploy.openai.errors import request_timeout
+from deploy.openai.errors import took_too_long
 from deploy.openai.keys import Usage
 from deploy.openai.metrics import ChoiceTimer, DoorMetrics
 from deploy.openai.settings import DEFAULT_MAX_UNREAD_OUTPUTS
@@ -43,15 +43,20 @@ class ChoiceOutputs:
         usage: Usage,
         *,
         timeout_s: float | None,
+        limit_s: float | None = None,
         max_unread: int = DEFAULT_MAX_UNREAD_OUTPUTS,
         trace: RequestTrace | None = None,
     ) -> None:
-        """`max_unread` outputs of each choice may wait to be taken; with more the request fails."""
+        """`max_unread` outputs of each choice may wait to be taken; with more the request fails.
+
+        `timeout_s` is what is left of the time that the client was promised, `limit_s` (None: all of it).
+        """
         self._service = service
         self._requests = requests
         self._metrics = metrics
         self._usage = usage
         self._timeout_s = timeout_s
+        self._limit_s = timeout_s if limit_s is None else limit_s
         self._trace = trace
         self._deadline_s: float | None = None
         self._max_unread = max_unread * len(requests)
@@ -59,6 +64,7 @@ class ChoiceOutputs:
         """At most so many outputs, and what ended each choice."""
         self._is_pressing = asyncio.Event()
         """What waits is to be taken at once: a choice has ended, or much of it waits."""
+        self._timers: list[ChoiceTimer] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = len(requests)
 
@@ -66,6 +72,7 @@ class ChoiceOutputs:
         self._usage.__enter__()
         if self._timeout_s is not None:
             self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s + _GRACE_S
+        self._timers = [ChoiceTimer(self._metrics) for _ in self._requests]
         self._tasks = [
             asyncio.create_task(self._pump(index, request)) for index, request in enumerate(self._requests)
         ]
@@ -113,6 +120,17 @@ class ChoiceOutputs:
         """Whether every choice has finished."""
         return self._num_unfinished == 0
 
+    def note_delivery(self, taken: Iterable[tuple[int, RequestOutput]]) -> None:
+        """Count what the client gets now, all of it at once; times are those that it sees.
+
+        Whoever iterates calls it: when an output has come says little where several are delivered together.
+        """
+        of_choices: dict[int, list[RequestOutput]] = {}
+        for index, output in taken:
+            of_choices.setdefault(index, []).append(output)
+        for index, outputs in of_choices.items():
+            self._timers[index].observe(*outputs)
+
     async def gather(self, seconds: float) -> None:
         """Let outputs come together for so long; less where a choice ends, or much waits."""
         with contextlib.suppress(TimeoutError):
@@ -124,7 +142,7 @@ class ChoiceOutputs:
             async with asyncio.timeout_at(self._deadline_s):
                 item = await self._queue.get()
         except TimeoutError:
-            raise request_timeout(f"The request took longer than {self._timeout_s:g} s.") from None
+            raise took_too_long(self._limit_s) from None
         if self._queue.empty():
             self._is_pressing.clear()
         return item
@@ -136,12 +154,10 @@ class ChoiceOutputs:
 
     async def _pump(self, index: int, request: Request) -> None:
         """Move one choice's outputs to the queue; abort the choice if that ends early."""
-        timer = ChoiceTimer(self._metrics)
         outputs = self._service.generate(request)
         is_finished = False
         try:
             async for output in outputs:
-                timer.observe(output)
                 self._usage.charge(len(output.token_ids))
                 if self._queue.qsize() >= self._max_unread and not await self._makes_room():
                     self._put(self._not_read(), is_last=True)

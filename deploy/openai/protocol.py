@@ -179,7 +179,7 @@ class GenerationBody(GrammarFields):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     """Only requests of one salt find each other's prompts in the prefix cache."""
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """Smaller is served first, and may take the place of larger ones that run."""
+    """Smaller is served first, and may take the place of larger ones that run. An API key may set a limit."""
     timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Longest time (seconds) for the whole request, queueing included; then it ends with 504. With
     `scheduler.refuse_late` (the default) a request that cannot be complete by then gets 429 at once."""

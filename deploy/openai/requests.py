@@ -34,6 +34,7 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Longest time for a request in seconds, as `timeout_s` in its body."""
+_LEAST_TIME_S = 1e-3
 _TIME_DIGITS = 8
 _RANDOM_BYTES = 12
 
@@ -84,6 +85,8 @@ class PreparedRequest:
     requests: tuple[Request, ...]
     timeout_s: float | None = None
     """Longest time for all of it, from now on; None: no limit."""
+    limit_s: float | None = None
+    """The same from its arrival on, as the client knows it."""
     prompt_texts: tuple[str, ...] = ()
     """What `echo` puts in front of the texts, by prompt."""
     proof: bytes = b""
@@ -173,17 +176,20 @@ async def prepare_chat(
     return _prepared(identity, body, [prompt], params, description, settings)
 
 
-def owned(prepared: PreparedRequest, api_key_digest: bytes, *, shares_prefixes: bool) -> PreparedRequest:
-    """Say whose the requests are: keys take turns in the queue.
+def owned(
+    prepared: PreparedRequest, api_key_digest: bytes, *, shares_prefixes: bool, min_priority: int
+) -> PreparedRequest:
+    """Say whose the requests are: keys take turns in the queue, among those of one priority.
 
-    Unless they share prefixes, cached prompts of different keys are kept apart, within whatever salt the body
-    names.
+    None is more urgent than its key allows. Unless they share prefixes, cached prompts of different keys are
+    kept apart, within whatever salt the body names.
     """
     owner = api_key_digest.hex()
 
     def of_owner(request: Request) -> Request:
         salt = request.cache_salt if shares_prefixes else f"{owner} {request.cache_salt or ''}"
-        return msgspec.structs.replace(request, owner=owner, cache_salt=salt)
+        priority = max(request.priority, min_priority)
+        return msgspec.structs.replace(request, owner=owner, cache_salt=salt, priority=priority)
 
     return dataclasses.replace(prepared, requests=tuple(map(of_owner, prepared.requests)))
 
@@ -193,18 +199,25 @@ def traced(requests: Iterable[Request]) -> tuple[Request, ...]:
     return tuple(msgspec.structs.replace(request, is_traced=True) for request in requests)
 
 
-def limited(prepared: PreparedRequest, header: str | None, longest_s: float | None) -> PreparedRequest:
-    """Give it as much time as its body, the header `X-Request-Timeout` (seconds) and the server all allow.
+def time_limit(body: GenerationBody, header: str | None, longest_s: float | None) -> float | None:
+    """Return how much time the body, the header `X-Request-Timeout` (seconds) and the server all allow.
 
     Raises:
         InputError: the header is no positive number.
     """
-    limits = (prepared.body.timeout_s, _seconds(header), longest_s)
-    timeout_s = min((limit for limit in limits if limit is not None), default=None)
-    if timeout_s is None:
+    limits = (body.timeout_s, _seconds(header), longest_s)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def limited(prepared: PreparedRequest, limit_s: float | None, spent_s: float) -> PreparedRequest:
+    """Give it so much time, of which some was spent before it was prepared."""
+    if limit_s is None:
         return prepared
+    # Of what has run out something is left, for the engine's sake; it ends the request at once.
+    timeout_s = max(limit_s - spent_s, _LEAST_TIME_S)
     return dataclasses.replace(
         prepared,
+        limit_s=limit_s,
         timeout_s=timeout_s,
         requests=tuple(
             msgspec.structs.replace(request, timeout_s=timeout_s) for request in prepared.requests
@@ -426,8 +439,6 @@ def _check_prompt(
 ) -> None:
     if not prompt:
         raise InputError(f"{param} must not be empty: it has no tokens", param=param)
-    for token_id in prompt:
-        _check_token_id(token_id, description, param)
     limit = description.max_model_len
     wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
     if len(prompt) + wanted > limit:
@@ -439,10 +450,8 @@ def _check_prompt(
             param=param,
             code="context_length_exceeded",
         )
-
-
-def _check_token_id(token_id: int, description: TargetDescription, param: str) -> None:
-    if not 0 <= token_id < description.vocab_size:
+    if min(prompt) < 0 or max(prompt) >= description.vocab_size:
+        token_id = next(one for one in prompt if not 0 <= one < description.vocab_size)
         raise InputError(
             f"{param}: token id {token_id} is not in this model's vocabulary, "
             f"which ends at {description.vocab_size - 1}",

@@ -22,15 +22,18 @@ import secrets
 import time
 import zlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from cluster.desk import FAILED_REPEATEDLY
 from deploy.openai.errors import ApiError
 from deploy.openai.keys import Usage
 from deploy.openai.requests import PreparedRequest, ResponseIdentity
 from deploy.openai.tokenization import DoorTokenizer
+from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
 from specdec.core.errors import RequestFailed
 from specdec.core.ids import RequestId
@@ -41,6 +44,7 @@ from specdec.engine.text_stream import StreamLimits, TextStream
 
 HEADER = "Last-Event-ID"
 _END = "end"
+_MAX_FAILURES = 1024
 _EVENT_ID = re.compile(
     r"(?P<response>(?:cmpl|chatcmpl)-[0-9a-f]{32})"
     r":(?P<positions>end|(?:-|\d{1,9}f?)(?:,(?:-|\d{1,9}f?))*)"
@@ -133,7 +137,9 @@ def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: fl
             prepared.model,
             prepared.system_fingerprint,
             type(body).__name__,
-            [(request.prompt_token_ids, request.params) for request in prepared.requests],
+            # Each prompt once: choices may be hundreds, and a prompt as long as a body.
+            [request.prompt_token_ids for request in prepared.requests[:: body.num_streams]],
+            [request.params for request in prepared.requests],
             str(body.seed),
         )
     )
@@ -156,8 +162,12 @@ def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: fl
 class Comeback:
     """A client that has come back with the id of the last event that it has."""
 
-    def __init__(self, event_id: EventId, prepared: PreparedRequest, window_s: float) -> None:
+    def __init__(
+        self, event_id: EventId, prepared: PreparedRequest, window_s: float, max_model_len: int
+    ) -> None:
         """Check that both belong together; `prepared` is the repeated request, `proved`.
+
+        What the id says of positions is the client's word: none beyond what the request may have is taken.
 
         Raises:
             ApiError: they do not, or nothing can be resumed here.
@@ -166,10 +176,14 @@ class Comeback:
             raise _refusal(400, "Only streams can be resumed: give stream: true, as before.", "invalid")
         if window_s <= 0:
             raise _refusal(400, "This server does not resume streams (http.resume_window_s is 0).", "invalid")
-        num_choices = len(prepared.requests)
-        if event_id.owner != prepared.proof.hex()[:8] or (
-            not event_id.is_ended and len(event_id.positions) != num_choices
-        ):
+        is_possible = event_id.is_ended or (
+            len(event_id.positions) == len(prepared.requests)
+            and all(
+                position.num_tokens <= _most_tokens(request, max_model_len)
+                for position, request in zip(event_id.positions, prepared.requests, strict=True)
+            )
+        )
+        if event_id.owner != prepared.proof.hex()[:8] or not is_possible:
             raise _refusal(
                 400,
                 "The event id belongs to another request, API key or model: to resume a stream, send the "
@@ -195,6 +209,8 @@ class Comeback:
     async def resume(self, service: GenerationService, usage: Usage) -> PreparedRequest:
         """Return the request with the tokens that were delivered, under request ids of their own.
 
+        What has to be generated again is charged to `usage`: it is work like any other.
+
         Raises:
             ApiError: they are not known any more, and cannot be found again.
             CapacityError, RequestFailed, NotReadyError, TransportError: not now.
@@ -217,7 +233,7 @@ class Comeback:
                 )
             with usage:
                 replayed = await asyncio.gather(
-                    *(_replay(service, requests[i], self.positions[i].num_tokens) for i in missing)
+                    *(_replay(service, requests[i], self.positions[i].num_tokens, usage) for i in missing)
                 )
             for index, token_ids in zip(missing, replayed, strict=True):
                 if not self.positions[index].matches(token_ids):
@@ -267,7 +283,14 @@ def _renamed(request: Request) -> Request:
     )
 
 
-async def _replay(service: GenerationService, request: Request, num_tokens: int) -> tuple[int, ...]:
+def _most_tokens(request: Request, max_model_len: int) -> int:
+    max_tokens = request.params.max_tokens
+    return max_model_len - len(request.prompt_token_ids) if max_tokens is None else max_tokens
+
+
+async def _replay(
+    service: GenerationService, request: Request, num_tokens: int, usage: Usage
+) -> tuple[int, ...]:
     """Generate the first tokens of a stream again."""
     params = msgspec.structs.replace(
         request.params,
@@ -284,8 +307,40 @@ async def _replay(service: GenerationService, request: Request, num_tokens: int)
                 output.error or "The request was aborted by the server.",
                 code=output.error_code or f"request_{output.finish_reason}",
             )
+        usage.charge(len(output.token_ids))
         token_ids.extend(output.token_ids)
     return tuple(token_ids)
+
+
+class FailedForGood:
+    """Streams that ended because their request took workers down again and again.
+
+    A client that comes back to one is told so again: going on with it would take the next workers down. It is
+    what this door knows; where the door has gone too, coordinators may.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._failures: OrderedDict[str, tuple[float, RequestFailed]] = OrderedDict()
+
+    def note(self, response_id: str, error: Exception, window_s: float) -> None:
+        """Remember how a stream ended, if it is of this kind, for as long as its client may come back."""
+        if not isinstance(error, RequestFailed) or error.code != FAILED_REPEATEDLY or window_s <= 0:
+            return
+        self._failures[response_id] = (self._clock.now_s() + window_s, error)
+        self._failures.move_to_end(response_id)
+        if len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def check(self, response_id: str) -> None:
+        """Raise what such a stream ended with."""
+        until_s, error = self._failures.get(response_id, (0.0, None))
+        if error is None:
+            return
+        if until_s <= self._clock.now_s():
+            del self._failures[response_id]
+            return
+        raise RequestFailed(str(error), code=error.code, param=error.param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

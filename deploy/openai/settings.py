@@ -32,9 +32,10 @@ class DoorSettings:
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S
     """Longest time for a request's body to arrive; later ones are answered with 408."""
     write_timeout_s: float = DEFAULT_WRITE_TIMEOUT_S
-    """How long a client may read nothing while there is more than its connection holds."""
+    """How long a client may be behind, and a second more for every 16 KiB that it takes meanwhile."""
     max_unread_outputs: int = DEFAULT_MAX_UNREAD_OUTPUTS
-    """Most outputs of one choice that wait for its client; with more the request ends in an error."""
+    """Most outputs of one choice that wait within the door; with more the request ends in an error. (What
+    Serve has taken from it waits there: `slow_readers`.)"""
     max_deliveries_per_s: float = DEFAULT_MAX_DELIVERIES_PER_S
     """Deliveries of all streams together, per second: with many, each gets more at a time, less often."""
     niceness: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import UNSET
@@ -82,14 +82,19 @@ class EventStream:
         tokenizer: DoorTokenizer,
         pace: Pace,
         metrics: DoorMetrics,
+        on_failure: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """`outputs` are those of all requests of `prepared`; `pace` and `metrics` are those of the door."""
+        """`outputs` are those of all requests of `prepared`; `pace` and `metrics` are those of the door.
+
+        `on_failure` hears what ends the stream once it has begun: nobody else does.
+        """
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
         self._prepared = prepared
         self._outputs = outputs
         self._pace = pace
         self._metrics = metrics
+        self._on_failure = on_failure
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -118,6 +123,8 @@ class EventStream:
         """
         is_open = False
         events: list[bytes] = []
+        taken: list[tuple[int, RequestOutput]] = []
+        """What is in `events`."""
         with self._pace.stream():
             async with self._outputs as outputs:
                 try:
@@ -126,8 +133,11 @@ class EventStream:
                             is_open = True
                             events += self._openings()
                         events += self._events_of(self._running[running], output)
+                        taken.append((running, output))
                         if outputs.is_waiting or outputs.is_complete:
                             continue
+                        outputs.note_delivery(taken)
+                        taken.clear()
                         yield b"".join(events)
                         events.clear()
                         await outputs.gather(self._pace.interval_s)
@@ -137,6 +147,7 @@ class EventStream:
                     events.append(self._error_event(error))
                 else:
                     events += self._closing()
+        outputs.note_delivery(taken)
         yield b"".join((*events, _DONE))
 
     def _openings(self) -> Iterator[bytes]:
@@ -180,6 +191,7 @@ class EventStream:
         if api_error is None:
             logger.error("request %s failed", self._prepared.response_id, exc_info=error)
             api_error = internal_error()
+        self._on_failure(error)
         code = api_error.detail.code
         if api_error.status >= 500 and code != SLOW_READER:  # the client's own doing, counted as such
             self._metrics.note_failed_stream(code)

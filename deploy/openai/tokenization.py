@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specdec.core.errors import CheckpointError, InputError
+from specdec.core.errors import CapacityError, CheckpointError, InputError
 from specdec.engine.tokenizer import special_ids_of
 
 if TYPE_CHECKING:
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 INLINE_CHARACTERS = 2048
 """Longer texts are tokenized off the event loop (2,000 take about 2 ms)."""
+MAX_WAITING_CHARACTERS = 8 << 20
+"""More than that may not be there to be tokenized, unless it is a single text: what comes then is refused."""
+_CHARACTERS_PER_S = 1e6
+"""Roughly, for who asks how long that takes."""
 _MESSAGE_CHARACTERS = 64
 """What a message counts as beside its content: the template writes something around it."""
 
@@ -44,7 +48,11 @@ class DoorTokenizer(Protocol):
         ...
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Return the token ids of `text`."""
+        """Return the token ids of `text`.
+
+        Raises:
+            CapacityError: too much waits to be tokenized.
+        """
         ...
 
     async def encode_chat(
@@ -57,6 +65,7 @@ class DoorTokenizer(Protocol):
         """Return the token ids of a conversation, by the model's chat template.
 
         Raises:
+            CapacityError: too much waits to be tokenized.
             InputError: the template refuses the messages or knows nothing of tools, or the model has none.
         """
         ...
@@ -73,12 +82,15 @@ class DoorTokenizer(Protocol):
 class HuggingFaceTokenizer:
     """A checkpoint's own tokenizer and chat template.
 
-    Long texts go through one thread of its own; the loop never waits for them.
+    Long texts go through one thread of its own; the loop never waits for them. Those whose requests have
+    ended meanwhile are left out, but for the one that is at work.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._num_waiting = 0
+        """Characters."""
         self._spell = _speller(tokenizer)
         self.special_ids = special_ids_of(tokenizer)
         self._token_texts: dict[int, TokenText] = {}
@@ -107,8 +119,7 @@ class HuggingFaceTokenizer:
         """Return the token ids of `text`."""
         if len(text) <= INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._encode, text, add_special_tokens)
+        return await self._in_turn(len(text), self._encode, text, add_special_tokens)
 
     async def encode_chat(
         self,
@@ -120,6 +131,7 @@ class HuggingFaceTokenizer:
         """Return the token ids of a conversation, by the model's chat template.
 
         Raises:
+            CapacityError: too much waits to be tokenized.
             InputError: the template refuses the messages or knows nothing of tools, or the model has none.
         """
         if not self._tokenizer.chat_template:
@@ -128,10 +140,22 @@ class HuggingFaceTokenizer:
         has_calls = any("tool_calls" in message for message in messages)
         if size <= INLINE_CHARACTERS and tools is None and not has_calls:
             return self._encode_chat(messages, add_generation_prompt, None)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._executor, self._encode_chat, messages, add_generation_prompt, tools
-        )
+        size += len(str(tools)) if tools is not None else 0
+        size += sum(len(str(message.get("tool_calls", ""))) for message in messages) if has_calls else 0
+        return await self._in_turn(size, self._encode_chat, messages, add_generation_prompt, tools)
+
+    async def _in_turn(
+        self, size: int, encode: Callable[..., tuple[int, ...]], *arguments: object
+    ) -> tuple[int, ...]:
+        if self._num_waiting and self._num_waiting + size > MAX_WAITING_CHARACTERS:
+            raise CapacityError(
+                "too much text waits to be tokenized", retry_after_s=self._num_waiting / _CHARACTERS_PER_S
+            )
+        self._num_waiting += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, encode, *arguments)
+        finally:
+            self._num_waiting -= size
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""

@@ -5,9 +5,6 @@ from typing import NewType
 RequestId = NewType("RequestId", str)
 """One generation stream. Choice i of an `n`-choice HTTP request has its own request id."""
 
-CoordinatorId = NewType("CoordinatorId", str)
-"""One coordinator replica, that is one target group, in one incarnation."""
-
 Epoch = NewType("Epoch", int)
 """Attempt number of a request, minted by its ingress. Frames of older epochs are dropped."""
 

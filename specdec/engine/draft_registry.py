@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from specdec.core.ids import RequestId
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
@@ -36,6 +36,9 @@ class Placed(Protocol):
 
 
 S = TypeVar("S", bound=Placed)
+Homelessness = Literal["none", "too_long", "memory", "place"]
+"""Why no worker has a sequence: there is none, it is too long for any, none has memory left for it, or no
+place for another one."""
 
 
 @dataclass(slots=True)
@@ -225,6 +228,16 @@ class DraftRegistry:
         if max_length != link.max_length:
             link.max_length = max_length
             self._note_lengths()
+
+    def why_nowhere(self, request_id: RequestId) -> Homelessness | None:
+        """Return why no worker has a sequence; None: one has it."""
+        if request_id in self.registrations:
+            return None
+        if request_id in self._set_aside or request_id in self._too_long:
+            return "too_long"
+        if not self.links:
+            return "none"
+        return "memory" if request_id in self._outgrown else "place"
 
     def give(self, request_id: RequestId, worker: PeerId, now_s: float) -> Registration:
         """Give a sequence to a worker, taking it from the one that has it."""

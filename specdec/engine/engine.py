@@ -353,6 +353,25 @@ class Engine:
         if live is not None and (epoch is None or live.request.epoch <= epoch):
             self._end(request_id, ABORTED)
 
+    def about_to_begin(self) -> list[RequestId]:
+        """Return the requests without a token so far that the next step may work on.
+
+        They run, their grammar is being compiled, or there is a place for them. Whoever is to know afterwards
+        what a step was about that ended this process has to be told before; some of them may go on waiting.
+        """
+        roster = self._roster
+        running = roster.running.values()
+        beginning = [live.request_id for live in running if live.stats.first_token_s is None]
+        beginning.extend(live.request_id for live in self._preparation)
+        num_places = roster.max_num_seqs - len(running)
+        lowest = max((live.service_key.priority for live in running), default=0)
+        for index, live in enumerate(roster.waiting):
+            # Who waits takes a place that is free, or that of one that is less urgent.
+            if index >= num_places and live.service_key.priority >= lowest:
+                break
+            beginning.append(live.request_id)
+        return beginning
+
     def step(self, *, reads_text: bool = True) -> list[RequestOutput]:
         """Run one round and return what is new, at most one output per request and epoch.
 

@@ -11,7 +11,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from specdec.engine.arrivals import ArrivalClock
 from specdec.engine.draft_messages import SizedEntry, divided
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
-from specdec.engine.draft_registry import DraftLink, DraftRegistry, Registration
+from specdec.engine.draft_registry import DraftLink, DraftRegistry, Homelessness, Registration
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
@@ -45,6 +45,11 @@ from specdec.transport.messages import (
     Release,
 )
 from specdec.transport.status import DraftLinkStatus
+
+FallbackReason = Literal[Homelessness, "behind", "late", "miss", "forgotten", "invalid"]
+"""Why a round goes on without drafts for a sequence: no worker has it; it has too much to catch up on; its
+worker has not answered in time, or is not waited for; nothing was drafted for what came true; its worker has
+to begin anew; its answer made no sense."""
 
 _LONGEST_S = 1e12
 """No clock shows more seconds."""
@@ -117,6 +122,8 @@ class _Round:
         self.pending: dict[PeerId, dict[RequestId, _Awaited]] = defaultdict(dict)
         self.give_up_s: dict[PeerId, float] = {}
         self.proposals: dict[RequestId, Proposal] = {}
+        self.missed: dict[RequestId, FallbackReason] = {}
+        """Why some will have no proposal; whoever else has none was late, or is nowhere."""
         self.answered_after_s: float | None = None
         """From asking to the last of the answers that have come."""
         self.is_complete = True
@@ -217,6 +224,7 @@ class RemoteProposer:
     def counters(self) -> Mapping[str, float]:
         """Counters since the start: `draft_wait_seconds`, `draft_deadline_misses`, `stale_drafts_dropped`,
         `invalid_drafts_dropped`, `fallback_requests` (sequences that went without drafts, per round),
+        `fallback_requests_by_reason`,
         `draft_compute_seconds` (as the workers measure it), `speculation_cache_hits` and
         `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
         `speculation_cache_late` (of the misses, those whose continuations had not come in time),
@@ -226,6 +234,7 @@ class RemoteProposer:
         workers count themselves (`DraftServer.counters`), and `worker_messages_dropped` at both ends.
         """
         counters = Counter(self._counters)
+        counters.update({_fallback_series(reason): 0 for reason in get_args(FallbackReason)})
         counters.update(dropped_series("draft", self._channel.counters.dropped))
         return {
             **counters,
@@ -298,6 +307,7 @@ class RemoteProposer:
         unprepared = [sequence for sequence in sequences if sequence.request_id not in prepared]
         for worker, group in self._registry.by_worker(unprepared, self._clock.now_s()).items():
             behind = self._registry.behind(worker, group)
+            this_round.missed.update(dict.fromkeys(behind, "behind"))
             self._ask(this_round, self._talks[worker], self._wishes(group, num_draft_tokens, behind))
         sent_s: float | None = self._sent_s
         asked_s = self._clock.now_s() if sent_s is None else sent_s
@@ -309,10 +319,16 @@ class RemoteProposer:
         self._ready_s = this_round.ready_s
         self._count("draft_wait_seconds", self._waited_s)
         self._look_up(sequences, num_draft_tokens, prepared, this_round)
-        num_wanted = sum(1 for budget in num_draft_tokens.values() if budget > 0)
-        self._counters["fallback_requests"] += num_wanted - len(this_round.proposals)
+        for request_id, budget in num_draft_tokens.items():
+            if budget > 0 and request_id not in this_round.proposals:
+                self._count_fallback(request_id, this_round.missed.get(request_id, "late"))
         self._asking_s = self._clock.now_s() - began_s - self._waited_s
         return this_round.proposals
+
+    def _count_fallback(self, request_id: RequestId, missed: FallbackReason) -> None:
+        reason = self._registry.why_nowhere(request_id) or missed
+        self._counters["fallback_requests"] += 1
+        self._counters[_fallback_series(reason)] += 1
 
     def look_ahead(self, wishes: Sequence[AheadWish]) -> None:
         """Send the wishes to those who draft for these sequences; see `proposers.base.AsksAhead`."""
@@ -470,6 +486,8 @@ class RemoteProposer:
             outcome = _outcome(sequence, its)
             self._ahead_outcomes.append(outcome)
             self._counters["speculation_cache_late"] += outcome.is_late
+            if branch is None and not outcome.is_late:
+                this_round.missed.setdefault(sequence.request_id, "miss")
             if branch is not None:
                 this_round.proposals[sequence.request_id] = Proposal(
                     request_id=sequence.request_id,
@@ -537,7 +555,7 @@ class RemoteProposer:
         pending = this_round.pending.get(link.worker)
         num_refused = self._counters["draft_sequences_refused"]
         for answer in reply.answers:
-            self._take_answer(answer, pending, this_round.proposals)
+            self._take_answer(answer, pending, this_round)
         if self._counters["draft_sequences_refused"] > num_refused:
             link.vacancy.refused(self._clock.now_s())
         asked = talk.asked
@@ -558,7 +576,7 @@ class RemoteProposer:
         self,
         answer: ProposeAnswer,
         pending: dict[RequestId, _Awaited] | None,
-        proposals: dict[RequestId, Proposal],
+        this_round: _Round,
     ) -> None:
         registration = self._registry.registrations.get(answer.request_id)
         if registration is not None and registration.epoch == answer.epoch:
@@ -580,11 +598,12 @@ class RemoteProposer:
         assert pending is not None
         del pending[answer.request_id]
         if answer.needs_start or answer.is_full:
+            this_round.missed[answer.request_id] = "forgotten" if answer.needs_start else "place"
             return
         if expected.prepared is not None:
             self._take_branches(answer, expected, expected.prepared)
         elif self._is_valid(answer.token_ids, expected.budget):
-            proposals[answer.request_id] = Proposal(
+            this_round.proposals[answer.request_id] = Proposal(
                 request_id=answer.request_id,
                 committed_len=answer.committed_len,
                 prefix_hash=answer.prefix_hash,
@@ -594,6 +613,8 @@ class RemoteProposer:
                 q_rows=answer.q_rows,
                 method=self._capabilities.name,
             )
+        else:
+            this_round.missed[answer.request_id] = "invalid"
 
     def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
         prepared.is_answered = True
@@ -611,6 +632,10 @@ class RemoteProposer:
 
     def _count(self, name: str, seconds: float) -> None:
         self._counters[name] += seconds  # type: ignore[assignment]
+
+
+def _fallback_series(reason: FallbackReason) -> str:
+    return f'fallback_requests_by_reason{{reason="{reason}"}}'
 
 
 def _makes_sense(reply: ProposeReply) -> bool:

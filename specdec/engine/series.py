@@ -176,6 +176,13 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     "fallback_requests": Series(
         "counter", "Requests that a round went on without the draft pool's drafts for."
     ),
+    "fallback_requests_by_reason": Series(
+        "counter",
+        "The same, by reason: there is no worker (none), none has a place or memory for it, it is too_long "
+        "for all of them, it has too much to catch up on (behind), its worker was late, nothing was drafted "
+        "for what came true (miss), its worker has to begin anew (forgotten) or answered nonsense (invalid).",
+        labels=("reason",),
+    ),
     "speculation_cache_hits": Series("counter", "Verdicts that a continuation had been drafted for."),
     "speculation_cache_misses": Series("counter", "Verdicts that no continuation was there for."),
     "speculation_cache_late": Series(

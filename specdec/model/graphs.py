@@ -23,6 +23,7 @@ from specdec.core.errors import CheckpointError
 from specdec.kv.packed_copy import PackedCopy
 from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
+from specdec.model.checked_batches import LONGEST_CHECKED, MOST_CHECKED, checked_batches
 from specdec.model.compile_work import CompileWork, build_libraries
 from specdec.model.config import CompileConfig
 from specdec.model.experts import recorded_experts
@@ -46,10 +47,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_SINGLE_PIECES = 2 + NUM_STAGES
 """Pieces beside those that pack one weight each: the build and the check too."""
-_CHECKED_BATCHES = (((0, 7), (0, 3)), ((7, 1), (3, 3)), ((8, 1),))
-"""(start, rows) of each sequence in the batches of the self-check: prefill, mixed, decode of one."""
-_CHECKED_BLOCKS = 16
-"""Enough for the longest of these sequences in blocks of one token."""
 
 
 def packed_weight_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
@@ -274,10 +271,9 @@ class CompiledForward(CompileWork):
         pools = [_small_caches(runner) for _ in range(2)]
         caches = forward.bind_caches(pools[0])
         largest = 0.0
-        for batch in _CHECKED_BATCHES:
-            slices = [_checked_slice(runner, index, start, rows) for index, (start, rows) in enumerate(batch)]
-            if any(piece.start + len(piece.token_ids) > runner.max_model_len for piece in slices):
-                break
+        for slices in checked_batches(
+            vocab_size=runner.vocab_size, max_model_len=runner.max_model_len, num_blocks=LONGEST_CHECKED
+        ):
             inputs = runner.pack(slices)
             ours, theirs = (replace(inputs, incoming=_arrived(runner, inputs, tag)) for tag in range(2))
             output = self._run(forward, caches, ours)
@@ -333,19 +329,9 @@ def _hand_on(runner: ModelRunner, compiled: torch.Tensor, eager: torch.Tensor) -
 def _small_caches(runner: ModelRunner) -> LayerCaches:
     pool = KvPool(
         kv_shapes(runner.loaded),
-        num_blocks=FIRST_BLOCK + 2 * _CHECKED_BLOCKS,
+        num_blocks=FIRST_BLOCK + MOST_CHECKED * LONGEST_CHECKED,
         block_size=runner.block_size,
         dtype=runner.loaded.dtype,
         device=runner.loaded.device,
     )
     return PackedCopy(pool) if runner.attends_packed else pool
-
-
-def _checked_slice(runner: ModelRunner, index: int, start: int, num_rows: int) -> SequenceSlice:
-    first = FIRST_BLOCK + index * _CHECKED_BLOCKS
-    return SequenceSlice(
-        token_ids=[(7 * position + index) % runner.vocab_size for position in range(start, start + num_rows)],
-        start=start,
-        block_table=range(first, first + _CHECKED_BLOCKS),
-        num_logit_rows=num_rows,
-    )

@@ -6,22 +6,21 @@ shape without memory of its own; the weight itself is read in stretches of rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specdec.kv.host_memory import give_back_freed
 from specdec.model.checkpoint import Checkpoint
 from specdec.model.config import QuantizationName
-from specdec.model.parallel.loading import StoredTensor, _prepared
+from specdec.model.parallel.loading import StoredTensor
 from specdec.model.quantization import Scheme, layers_of, quantize, replace_layers, scheme_of, shape_of
 from specdec.model.quantized_linear import QuantizedWeight
+from specdec.model.stored_tensors import named_tensors, prepared
 
 
 class _Readable(Protocol):
@@ -59,15 +58,16 @@ def read_quantized(
 
     def prepare(model: PreTrainedModel) -> None:
         wanted = _quantized_on_reading(model, scheme_of(name))
-        for handle, stored_name, target in _stored_names(model, checkpoint.weight_files):
-            layer = None if target is None else wanted.get(target)
+        for tensor in named_tensors(model, model.state_dict(), checkpoint.weight_files):
+            # One that is only a part of a parameter is read as it is.
+            layer = wanted.get(tensor.parameter) if tensor.pattern is None else None
             if layer is None:
-                stored[stored_name] = StoredTensor(handle, stored_name, None, note_read)
+                stored[tensor.name] = StoredTensor(tensor.handle, tensor.name, None, note_read)
             else:
-                piece = handle.get_slice(stored_name)
-                stored[stored_name] = _QuantizedTensor(piece, layer, options["dtype"], quantized, note_read)
+                piece = tensor.handle.get_slice(tensor.name)
+                stored[tensor.name] = _QuantizedTensor(piece, layer, options["dtype"], quantized, note_read)
 
-    loaded: Any = _prepared(model_class, prepare)
+    loaded: Any = prepared(model_class, prepare)
     model, info = loaded.from_pretrained(None, config=config, state_dict=stored, **options)
     stored.clear()  # the model's class knows `prepare`, and so would keep the files mapped
     if not info["missing_keys"] and not info["mismatched_keys"]:
@@ -128,25 +128,3 @@ def _quantized_on_reading(model: PreTrainedModel, scheme: Scheme) -> dict[str, _
         for name, module, layer_scheme in layers_of(model, scheme)
         if not isinstance(module, Conv1D) and module is not tied
     }
-
-
-def _stored_names(model: PreTrainedModel, files: Sequence[Path]) -> Iterator[tuple[Any, str, str | None]]:
-    """Yield, for every stored tensor, the open file, its name there, and that of the parameter that it is.
-
-    The latter is None where the tensor is only a part of a parameter.
-    """
-    # Internal to transformers, present in all versions that we run with.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms: Any = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    names = model.state_dict()
-    for file in files:
-        handle: Any = safe_open(file, framework="pt")
-        for name in handle.keys():  # noqa: SIM118 - not a mapping
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, names)
-            if target not in names and name in names:
-                target, pattern = name, None
-            yield handle, name, target if pattern is None else None

@@ -21,8 +21,9 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.cpu import NativeLayer
 from specdec.attention.metadata import AttentionMetadata
 from specdec.drafters.base import Drafter, FeatureDrafter, HeadsDrafter, SequentialHeads
-from specdec.kv.pool import FIRST_BLOCK, KvPool
+from specdec.kv.pool import KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
+from specdec.model.checked_batches import LONGEST_CHECKED, MOST_CHECKED, checked_batches
 from specdec.model.compile_work import CompileWork, Libraries, build_libraries
 from specdec.model.config import CompileConfig
 from specdec.model.native_compile import (
@@ -41,8 +42,6 @@ from specdec.proposers.drafter_pool import DrafterPool
 PackedOfTarget = Callable[[], PackedWeights | None]
 """What the target has packed by now."""
 
-_CHECKED_BATCHES = (((0, 7), (0, 3)), ((7, 1), (3, 3)), ((8, 1),))
-"""(start, rows) of each sequence in the batches of the self-check: read from the start, mixed, one row."""
 _CHECKED_ROWS = 3
 
 
@@ -460,21 +459,10 @@ class _CheckedBatch(NamedTuple):
 
 def _checked_batches(pool: DrafterPool, call: NativeForward) -> Iterator[_CheckedBatch]:
     """Yield them in order: each finds what those before have written."""
-    num_blocks = -(
-        -max(start + rows for batch in _CHECKED_BATCHES for start, rows in batch) // pool.block_size
-    )
-    native_kv, eager_kv = (pool.spare_kv(2 * num_blocks) for _ in range(2))
+    num_blocks = -(-LONGEST_CHECKED // pool.block_size)
+    native_kv, eager_kv = (pool.spare_kv(MOST_CHECKED * num_blocks) for _ in range(2))
     caches = call.bind_caches(native_kv)
-    for batch in _CHECKED_BATCHES:
-        if any(start + rows > pool.max_model_len for start, rows in batch):
-            return
-        slices = [
-            SequenceSlice(
-                token_ids=[(7 * place + index) % pool.vocab_size for place in range(start, start + rows)],
-                start=start,
-                block_table=range(first := FIRST_BLOCK + index * num_blocks, first + num_blocks),
-                num_logit_rows=rows,
-            )
-            for index, (start, rows) in enumerate(batch)
-        ]
+    for slices in checked_batches(
+        vocab_size=pool.vocab_size, max_model_len=pool.max_model_len, num_blocks=num_blocks
+    ):
         yield _CheckedBatch(slices, pool.batch(slices).metadata, caches, eager_kv)

@@ -60,6 +60,7 @@ Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical
 _SHARED_KEYS: Final = (
     "rejection_sample_method",
     "allow_lossy",
+    "allow_pickled_weights",
     "posterior_threshold",
     "posterior_alpha",
     "draft_top_k",
@@ -90,6 +91,10 @@ class SpeculativeConfig(StrictConfig):
     model: str | None = None
     """Path of the folder of the draft model, or of the heads; required by draft_model, medusa, hydra,
     parallel_heads, eagle and eagle3; mtp without it: the target's own folder."""
+    allow_pickled_weights: bool = False
+    """Heads without safetensors: read them of `pytorch_model.bin`, `medusa_lm_head.pt` or `hydra_lm_head.pt`.
+    Only tensors are, and anything else in such a file is refused; but to unpickle is to trust PyTorch with
+    what the file says, which safetensors spare. False: such a folder is refused."""
     exit_layer: int | None = Field(default=None, ge=1)
     """layerskip: how many of the target's layers draft, less than it has; its final norm and its head read
     what the last of these gives. layerskip needs it, no other method takes it."""

@@ -324,7 +324,7 @@ def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
     if config.method == "mtp":
         # Whether copies in a checkpoint are the target's own could not be told by a part of them.
         target = target.whole()
-    drafter = load_drafter(path, target.parts, target.dtype)
+    drafter = load_drafter(path, target.parts, target.dtype, allow_pickled=config.allow_pickled_weights)
     wanted = _KINDS[config.method]
     if not isinstance(drafter, wanted):
         named = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))

@@ -34,7 +34,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from specdec.core.errors import ConfigError, ResourceError
+from specdec.core.errors import ConfigError
+from specdec.model.parallel.listening_store import open_store
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.device_lane import DeviceLanes, Pipe, open_pipe
 from specdec.transport.lane_choice import KEY, LaneEnd, use_device_lane
@@ -135,7 +136,8 @@ class Door:
         self.key = secrets.token_hex(32)
         """What who knocks must know."""
         self._store: Any
-        self._store, self.port = _serve_store(host)
+        self._store = open_store(host)
+        self.port: int = self._store.port
         self._closed = False
         self._thread = threading.Thread(target=self._answer, name="gloo-door", daemon=True)
         self._thread.start()
@@ -269,23 +271,6 @@ def _complain(text: str) -> None:
 def _device(host: str) -> Any:
     """Gloo's sockets on an address, and the one thread that serves them."""
     return _GLOO.create_device(hostname=host)
-
-
-def _serve_store(host: str) -> tuple[TCPStore, int]:
-    """Return a store that listens on `host` alone, and its port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as listener:  # by itself, the store listens on all addresses
-            listener.bind((host, 0))
-            port = int(listener.getsockname()[1])
-            listener.listen()
-            store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
-            )
-            listener.detach()
-            return store, port
-    except (OSError, RuntimeError) as error:
-        raise ResourceError(f"cannot bind a channel to {host}: {error}") from error
 
 
 def _answer_of(store: TCPStore, knock: Knock, timeout_s: float, given_up: Callable[[], bool]) -> bytes | None:

@@ -29,7 +29,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import NoiseStream
-from specdec.core.request import Request
+from specdec.core.request import Request, Resumption
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.transport.status import TargetGroupStatus
 
@@ -43,6 +43,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
     incarnation: int
     """Grows with every new owner or attempt; a smaller one than the receiver has seen is fenced."""
+    failed: tuple[Resumption, ...] = ()
+    """Of an ingress: streams that have ended because they kill workers. Who comes back to one is refused."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -185,16 +187,33 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """An ingress asks for a stream. Sending the same (request, epoch) again changes nothing."""
+    """An ingress asks for a stream.
+
+    Sending the same (request, epoch) again changes nothing, but for `Request.num_crashes`: what was taken for
+    a crash may turn out to be none.
+    """
 
     request: Request
+    num_cleared: int = 0
+    """How often it has run alone for long enough not to be suspected of killing workers."""
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=31):
-    """The stream will be served, and will end in exactly one output with a finish reason."""
+    """The stream will be served, and will end in exactly one output with a finish reason.
+
+    Sent again whenever something below changes: the ingress has to know it if the sender dies.
+    """
 
     request_id: RequestId
     epoch: Epoch
+    has_begun: bool = True
+    """Whether it is worked on, or is about to be; else it waits. (Who says nothing of this says so once.)"""
+    is_alone: bool | None = None
+    """Whether it runs alone, because it is suspected of killing workers. None: the sender does not say."""
+    losses: tuple[int, ...] = ()
+    """At which losses of the sender's target, in its own numbers, a choice of its response was in flight."""
+    num_cleared: int = 0
+    """As in `SubmitRequest`, as of now."""
 
 
 RefusalKind = Literal["capacity", "late", "input", "draining", "stale"]
@@ -249,6 +268,8 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=41):
     """The whole deployment ends, not this coordinator alone: nobody will replace it."""
     without_target: bool = False
     """Its target was lost, and there is no other yet: what it has waits."""
+    max_streams: int = 0
+    """How many streams it takes in, running and waiting together; 0: it does not say."""
 
 
 class MetricsQuery(msgspec.Struct, frozen=True, array_like=True, tag=42):
@@ -290,6 +311,8 @@ class Recalled(msgspec.Struct, frozen=True, array_like=True, tag=47):
 
     nonce: int
     streams: tuple[tuple[str, tuple[int, ...]], ...]
+    has_failed: bool = False
+    """Whether their response has ended because it kills workers."""
 
 
 class DoorReport(msgspec.Struct, frozen=True, array_like=True, tag=48):

@@ -221,3 +221,93 @@ class TestBesideTheOld:
         nodes.run("Coordinator", "n0", is_ready=True)
         nodes.run("Coordinator-small", "n1")
         assert self.surge(pools(), pools(suffix="-small")) == [100, 100]
+
+
+class TestWhoseNamespace:
+    def test_one_of_another_application_is_refused(self, nodes: Nodes) -> None:
+        """Its groups were taken for the version before, whose room is free: doors and groups would mix."""
+        nodes.free = {"n0": 2.0}
+        nodes.run("Coordinator", "n0", is_ready=True)
+        assert build_applications([pools()], own={"app"})
+        assert build_applications([pools()]), "nobody knows the own name"
+        with pytest.raises(ResourceError, match=r"drafthouse belongs to the application app, .*\(new\)"):
+            build_applications([pools()], own={"new"})
+        apart = pools(namespace="another")
+        assert build_applications([apart], own={"new"})
+
+    def test_also_while_it_is_only_starting(self, nodes: Nodes) -> None:
+        nodes.free = {"n0": 2.0}
+        nodes.run("Coordinator", "n0")
+        nodes.applications["drafthouse-b"] = "app"
+        assert build_applications([pools()], own={"new"})
+        with pytest.raises(ResourceError, match="drafthouse-b belongs to the application app"):
+            build_applications([pools(), pools(suffix="-b")], own={"new"})
+
+    def test_one_that_has_been_deleted_owns_nothing(self, nodes: Nodes) -> None:
+        """Its directory remembers it until it ends itself."""
+        nodes.free = {"n0": 2.0}
+        nodes.run("Coordinator", "n0", app="third")
+        nodes.applications["drafthouse"] = "app"
+        assert build_applications([pools()], own={"new"})
+        nodes.groups["group0"]["state"] = "REMOVED"
+        assert build_applications([pools()], own={"new"})
+
+
+class TestWhereRayMayPlace:
+    def kept_off(self, *models: ModelPools) -> list[tuple[str | None, str | None]]:
+        """The nodes that target groups and draft workers of each model keep off."""
+        found = []
+        for coordinator in build_applications(models):
+            arguments: Any = coordinator._bound_deployment.init_args
+            both = (coordinator, *arguments[2:])
+            configs: list[Any] = [one._bound_deployment._replica_config for one in both]
+            labels = [config.placement_group_bundle_label_selector for config in configs]
+            selectors = [None if one is None else one[0].get("ray.io/node-id") for one in labels]
+            found.append((selectors[0], selectors[1] if len(selectors) > 1 else None))
+        return found
+
+    def test_draft_workers_leave_the_room_that_a_target_needs(self, nodes: Nodes) -> None:
+        nodes.free = {"n0": 4.0, "n1": 4.0}
+        model = pools(drafts=True, tensor_parallel_size=4, draft_pool={"num_workers": 2})
+        assert self.kept_off(model) == [(None, "!in(n1)")]
+        roomy = pools(drafts=True, tensor_parallel_size=2, draft_pool={"num_workers": 2})
+        assert self.kept_off(roomy) == [(None, None)]
+
+    def test_what_labels_cannot_mend_is_told(self, nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+        nodes.free = {"n0": 8.0, "n1": 2.0}
+        model = pools(drafts=True, tensor_parallel_size=4, draft_pool={"num_workers": 5}, suffix="-m")
+        assert self.kept_off(model) == [(None, None)]
+        (record,) = caplog.records
+        assert record.message.startswith("model m: everything fits, but Ray")
+
+    def test_models_with_nodes_of_their_own_share_sides(self, nodes: Nodes) -> None:
+        nodes.free = {"n0": 2.0, "n1": 2.0, "n2": 2.0, "n3": 2.0}
+        apart = {"own_nodes": True}
+        first = pools(drafts=True, gpus=2.0, draft_pool=apart)
+        second = pools(drafts=True, draft_pool=apart, suffix="-b")
+        # Draft workers on n0, targets on n3 and n2; the spare n1 is for the large target, if it loses n3.
+        expected = ("!in(n0)", "!in(n1,n2,n3)")
+        assert self.kept_off(first, second) == [expected, expected]
+        nodes.free.pop("n3")
+        nodes.free.pop("n2")
+        with pytest.raises(ResourceError, match=r"model b: target group 1 .*\n.*\n.*draft worker of another"):
+            self.kept_off(first, second)
+        others = self.kept_off(first, pools(suffix="-b"))
+        assert others == [("!in(n0)", "!in(n1)"), (None, None)], "who does not ask for it keeps off nobody"
+
+
+def test_what_waits_for_a_place_is_told_in_words(nodes: Nodes) -> None:
+    nodes.free = {"n0": 9.0}
+    for deployment, app in (("Coordinator", "app"), ("Coordinator", "app"), ("DraftPool", "other")):
+        nodes.run(deployment, "n0", "n0", app=app)
+    assert application.pending_groups("app") == ()
+    for group in nodes.groups.values():
+        group |= {"state": "PENDING", "strategy": "STRICT_PACK"}
+    assert application.pending_groups("app") == (
+        "Coordinator: 2 placement groups with 2 x (1 GPU), STRICT_PACK",
+    )
+    nodes.groups["group0"]["state"] = "CREATED"
+    nodes.groups["group1"]["bundles"][0] = {"CPU": 2.0, "GPU": 1.0}
+    assert application.pending_groups("app") == (
+        "Coordinator: 1 placement group with 1 x (2 CPU + 1 GPU) and 1 x (1 GPU), STRICT_PACK",
+    )

@@ -13,10 +13,13 @@ import msgspec
 import pytest
 
 from cluster import client, door_account
+from cluster.autoscaling import wanted
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from specdec.core.description import TargetDescription
+from specdec.core.errors import RequestFailed
+from specdec.core.request import Resumption
 from specdec.transport.base import Envelope, PeerAddress, PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.messages import MetricsReply, Welcome
@@ -54,6 +57,7 @@ class Directory:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "DirectoryLink", Directory)
+    monkeypatch.setattr(wanted, "find_directory", lambda namespace: None)
     monkeypatch.setattr(client, "_TICK_S", 0.001)
 
 
@@ -186,6 +190,10 @@ def test_metrics_say_whether_somebody_has_to_be_there_and_how_many_wait() -> Non
             values = await service.metrics()
             parts = [values[f'scales_to_zero{{part="{part}"}}'] for part in ("target", "draft")]
             assert (values["coordinators"], values["num_requests_without_group"], parts) == (0, 0, [1, 1])
+            assert values["target_groups_wanted"] == 0
+            service._wanted.take({"target": 2, "draft": 1})
+            assert (await service.metrics())["target_groups_wanted"] == 2
+            assert "draft_workers_wanted" not in values, "nobody has said that there is a pool"
             request = asyncio.create_task(first_output(service))
             await until(lambda: service._book.num_homeless == 1)
             assert (await service.metrics())["num_requests_without_group"] == 1
@@ -197,6 +205,7 @@ def test_metrics_say_whether_somebody_has_to_be_there_and_how_many_wait() -> Non
             values = await service.metrics()
             parts = [values[f'scales_to_zero{{part="{part}"}}'] for part in ("target", "draft")]
             assert parts == [0, 0]
+            assert values["target_groups_wanted"] == 1, "as configured"
 
     async def first_output(service: ClusterService) -> None:
         async for _ in service.generate(a_request("r", random.Random(1))):
@@ -321,3 +330,16 @@ def test_nothing_is_left_of_a_door_that_is_closed() -> None:
     before = threading.active_count()
     asyncio.run(run())
     assert threading.active_count() <= before
+
+
+def test_a_client_that_comes_back_to_what_killed_its_servers_is_told_so() -> None:
+    resumption = Resumption(name="cmpl-ab-0", proof=b"mine", window_s=60.0)
+
+    async def run() -> None:
+        async with started() as service:
+            service._book._failed.keep(resumption)
+            with pytest.raises(RequestFailed, match="lost each time"):
+                await service.recall(["cmpl-ab-1"], b"mine")
+            assert await service.recall(["cmpl-ab-1"], b"other") == []
+
+    asyncio.run(run())

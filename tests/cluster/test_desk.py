@@ -1,22 +1,38 @@
-"""What a desk sends: everything once, in frames that fit, however long the log-probabilities are."""
+"""What a desk sends: everything once, in frames that fit, however long the log-probabilities are.
+
+And whom it runs alone, what it says of that, and what it lets wait meanwhile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
-from cluster.desk import OUTPUT_TOO_LARGE, RequestDesk
+from cluster.crash_policy import MAX_CLEARED, PROBATION_OUTPUTS
+from cluster.desk import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE, TARGET_LOST, RequestDesk
 from specdec.core.clock import ManualClock
+from specdec.core.errors import CapacityError
 from specdec.core.ids import Epoch, RequestId
-from specdec.core.outputs import FinishReason, RequestOutput, TokenLogprobs
-from specdec.core.request import Request
+from specdec.core.outputs import FinishReason, RequestOutput, RequestStats, TokenLogprobs
+from specdec.core.request import Request, Resumption
 from specdec.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.transport.base import Envelope, PeerId
-from specdec.transport.messages import Message, OutputFrame, SubmitRequest, encode
+from specdec.transport.messages import (
+    Admitted,
+    Hello,
+    Message,
+    OutputFrame,
+    Recall,
+    Recalled,
+    Refused,
+    SubmitRequest,
+    encode,
+)
 
 VOCAB = 9
 MODEL = ToyModel(VOCAB, seed=3)
@@ -154,3 +170,221 @@ def test_the_engine_is_rid_of_a_request_whose_output_is_too_large() -> None:
     assert [one.error_code for one in bench.outputs if one.request_id == "big"] == [OUTPUT_TOO_LARGE]
     tokens = [token_id for one in bench.outputs if one.request_id == "small" for token_id in one.token_ids]
     assert tokens == MODEL.continuation(small.prompt_token_ids, params, small.seed, 20)
+
+
+TOY = ToyTarget(MODEL).description
+RESUMPTION = Resumption(name="cmpl-ab-0", proof=b"mine", window_s=60.0)
+
+
+class Crashing:
+    """A desk of a target that is lost when the test says so, and what an engine was given since."""
+
+    def __init__(self, most_without_target: int = 1000) -> None:
+        self.sent: list[Message] = []
+        self.clock = ManualClock()
+        self.desk = RequestDesk(
+            lambda peer_id, message: self.sent.append(message),
+            self.clock,
+            lease_s=60.0,
+            most_without_target=most_without_target,
+        )
+        self.desk.set_target(TOY)
+        self.has_work = False
+        self.is_full = False
+        self.given: list[str] = []
+        self.epochs: dict[str, int] = {}
+
+    def add_request(self, request: Request) -> None:
+        if self.is_full:
+            raise CapacityError("full", retry_after_s=1.0)
+        self.given.append(request.request_id)
+
+    def abort(self, request_id: RequestId, epoch: Epoch) -> None:
+        """Part of `StreamEngine`."""
+
+    def submit(self, *requests: Request, num_cleared: int = 0) -> None:
+        for one in requests:
+            self.desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(one, num_cleared)))
+        self.desk.serve(self)
+
+    def generate(self, name: str, num_outputs: int) -> None:
+        for index in range(num_outputs):
+            self.desk.deliver([output(name, first_index=index)])
+
+    def lose_target(self, *names: str, waiting: Sequence[str] = ()) -> None:
+        outputs = [self._lost(name, first_scheduled_s=1.0) for name in names]
+        assert self.desk.deliver([*outputs, *(self._lost(name) for name in waiting)])
+        self.given.clear()
+        self.desk.begin_replay()
+        self.desk.serve(self)
+
+    def _lost(self, name: str, first_scheduled_s: float | None = None) -> RequestOutput:
+        return msgspec.structs.replace(
+            output(name, finish_reason="error"),
+            token_ids=(),
+            error_code=TARGET_LOST,
+            stats=RequestStats(arrival_s=0.0, first_scheduled_s=first_scheduled_s),
+        )
+
+    def told(self, name: str) -> Admitted:
+        """What its ingress was told last."""
+        return [one for one in self.sent if isinstance(one, Admitted) and one.request_id == name][-1]
+
+    def codes(self, name: str) -> list[str | None]:
+        frames = [one for one in self.sent if isinstance(one, OutputFrame)]
+        return [one.error_code for frame in frames for one in frame.outputs if one.request_id == name]
+
+    @property
+    def refused(self) -> list[str]:
+        return [one.request_id for one in self.sent if isinstance(one, Refused)]
+
+
+def test_an_ingress_is_told_of_each_loss_and_of_who_begins() -> None:
+    bench = Crashing()
+    bench.submit(request("runs"), request("waits"))
+    assert bench.told("runs") == Admitted(RequestId("runs"), Epoch(0), has_begun=False, is_alone=False)
+    bench.desk.note_begun([RequestId("runs")])
+    assert bench.told("runs").has_begun
+    assert not bench.told("waits").has_begun
+    bench.lose_target("runs", waiting=["waits"])
+    assert bench.told("runs") == Admitted(RequestId("runs"), Epoch(0), False, False, (1,))
+    assert bench.told("waits").losses == ()
+    bench.lose_target("runs", waiting=["waits"])
+    assert bench.told("runs") == Admitted(RequestId("runs"), Epoch(0), True, True, (1, 2))
+    assert bench.given == ["runs"], "alone means alone"
+    bench.generate("runs", PROBATION_OUTPUTS)
+    assert bench.told("runs") == Admitted(RequestId("runs"), Epoch(0), True, False, (1, 2), 1)
+    bench.desk.serve(bench)
+    assert bench.given == ["runs", "waits"]
+
+
+def test_who_never_ran_is_never_to_blame() -> None:
+    bench = Crashing()
+    bench.submit(request("waits"))
+    for _ in range(5):
+        bench.lose_target(waiting=["waits"])
+        assert bench.given == ["waits"]
+        assert not bench.told("waits").is_alone
+    assert bench.codes("waits") == []
+
+
+def test_choices_at_one_desk_share_a_loss() -> None:
+    bench = Crashing()
+    bench.submit(request("cmpl-a-0"), request("cmpl-a-1"), request("cmpl-b-0"))
+    bench.lose_target("cmpl-a-0", waiting=["cmpl-a-1", "cmpl-b-0"])
+    assert [bench.told(name).losses for name in ("cmpl-a-0", "cmpl-a-1", "cmpl-b-0")] == [(1,), (1,), ()]
+
+
+@pytest.mark.parametrize("num_cleared", range(MAX_CLEARED + 1))
+def test_who_was_cleared_often_enough_runs_alone_to_its_end(num_cleared: int) -> None:
+    bench = Crashing()
+    suspect = msgspec.structs.replace(request("a"), num_crashes=2)
+    bench.submit(suspect, num_cleared=num_cleared)
+    bench.generate("a", 5 * PROBATION_OUTPUTS)
+    assert bench.told("a").is_alone == (num_cleared == MAX_CLEARED)
+    bench.submit(request("b"))
+    assert (bench.given == ["a"]) == (num_cleared == MAX_CLEARED)
+    bench.lose_target("a")
+    assert bench.codes("a")[-1] == (FAILED_REPEATEDLY if num_cleared == MAX_CLEARED else None)
+
+
+def test_a_suspect_that_turns_out_to_be_none_is_let_go() -> None:
+    """Where it waited, and while it ran alone."""
+    for has_begun in (False, True):
+        bench = Crashing()
+        bench.has_work = not has_begun
+        suspect = msgspec.structs.replace(request("a"), num_crashes=2)
+        bench.submit(suspect)
+        bench.submit(request("b"))
+        assert bench.given == (["a"] if has_begun else [])
+        bench.submit(msgspec.structs.replace(suspect, num_crashes=1))
+        if not has_begun:
+            bench.has_work = False
+            bench.desk.serve(bench)
+        assert sorted(bench.given) == ["a", "b"]
+        assert not bench.told("a").is_alone
+        bench.lose_target("a", "b")
+        assert bench.codes("a") == []
+
+
+def test_a_newer_attempt_that_has_run_alone_is_not_replayed_as_well() -> None:
+    bench = Crashing()
+    bench.submit(request("a"), request("b"))
+    bench.is_full = True
+    bench.lose_target("a", "b")
+    bench.is_full = False
+    newer = msgspec.structs.replace(request("a"), epoch=Epoch(1), num_crashes=2)
+    bench.submit(newer)
+    assert bench.given == ["a"]
+    for index in range(PROBATION_OUTPUTS):
+        bench.desk.deliver([msgspec.structs.replace(output("a", first_index=index), epoch=Epoch(1))])
+    bench.desk.serve(bench)
+    assert bench.given == ["a", "b"]
+
+
+def held_up(state: str) -> Crashing:
+    """Return a desk with room for three streams that has two, and gives its engine nothing more for now."""
+    bench = Crashing(most_without_target=3)
+    bench.submit(request("old"))
+    if state == "a suspect waits for others to end":
+        bench.has_work = True
+        bench.submit(msgspec.structs.replace(request("suspect"), num_crashes=2))
+    elif state == "a suspect runs":
+        bench.submit(msgspec.structs.replace(request("suspect"), num_crashes=2))
+    else:
+        bench.submit(request("other"))
+        bench.is_full = True
+        bench.lose_target("old", "other")
+    bench.given.clear()
+    return bench
+
+
+@pytest.mark.parametrize(
+    "state", ["a suspect waits for others to end", "a suspect runs", "replays meet a full engine"]
+)
+def test_what_waits_at_a_desk_that_is_held_up_has_a_bound(state: str) -> None:
+    bench = held_up(state)
+    bench.submit(*(request(f"new{number}") for number in range(10)))
+    assert bench.refused == [f"new{number}" for number in range(1, 10)]
+    assert bench.desk.num_refused_held_up == 9
+    assert bench.desk.num_refused == 0
+    begun = msgspec.structs.replace(request("begun"), delivered_token_ids=(1,))
+    bench.submit(begun)
+    assert "begun" not in bench.refused
+    assert bench.given == []
+
+
+def test_elsewhere_it_is_the_engine_that_refuses() -> None:
+    bench = Crashing(most_without_target=3)
+    bench.submit(*(request(f"new{number}") for number in range(10)))
+    assert bench.refused == []
+
+
+def test_a_client_that_comes_back_to_what_has_failed_is_told_so() -> None:
+    bench = Crashing()
+    suspect = msgspec.structs.replace(request("cmpl-ab-0"), num_crashes=2, resumption=RESUMPTION)
+    bench.submit(suspect)
+    bench.lose_target("cmpl-ab-0")
+    assert bench.codes("cmpl-ab-0") == [FAILED_REPEATEDLY]
+    again = msgspec.structs.replace(
+        suspect, request_id=RequestId("cmpl-ab-1~12ab"), num_crashes=0, delivered_token_ids=(5,)
+    )
+    bench.submit(again)
+    assert bench.codes("cmpl-ab-1~12ab") == [FAILED_REPEATEDLY]
+    assert bench.given == []
+    stranger = msgspec.structs.replace(
+        again, request_id=RequestId("x"), resumption=msgspec.structs.replace(RESUMPTION, proof=b"other")
+    )
+    bench.submit(stranger)
+    assert bench.given == ["x"]
+    bench.clock.advance(61.0)
+    bench.submit(again)
+    assert bench.given == ["x", "cmpl-ab-1~12ab"], "nobody can come back so late"
+
+
+def test_desks_hear_from_doors_what_has_failed_elsewhere() -> None:
+    bench = Crashing()
+    bench.desk.hear(Envelope(sender=INGRESS, message=Hello(0, (RESUMPTION,))))
+    for proof in (b"mine", b"other"):
+        bench.desk.hear(Envelope(sender=INGRESS, message=Recall(1, ("cmpl-ab-1",), proof)))
+    assert [one.has_failed for one in bench.sent if isinstance(one, Recalled)] == [True, False]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.directory import DirectoryState, DirectoryView, Member, Reports, Role, count_workers
+from cluster.directory import Desertion, DirectoryState, DirectoryView, Member, Reports, Role, count_workers
 from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
 
@@ -23,6 +23,55 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert state.snapshot(2.9).members == (A, B)
     assert state.snapshot(3.0).members == (B,)
     assert state.snapshot(5.0).members == ()
+
+
+def test_who_renews_says_for_how_long() -> None:
+    """The register was made by a version that had another lease: by that one its successors would flap."""
+    state = DirectoryState(lease_s=6.0, incarnation=1)
+    for now_s in (0.0, 10.0, 20.0):
+        state.announce(A, now_s, 30.0)
+        state.announce(B, now_s)
+        assert state.snapshot(now_s + 5.9).members == (A, B)
+        assert state.snapshot(now_s + 6.0).members == (A,), "B says nothing, and has the register's own lease"
+        assert state.snapshot(now_s + 9.9).members == (A,)
+    assert state.snapshot(35.0).members == (A,)
+    assert state.snapshot(50.0).members == ()
+
+
+def test_what_stands_still_goes_by_the_longest_lease() -> None:
+    """Who has it is heard so seldom that by a short lease the register would seem to stand still."""
+    state = DirectoryState(lease_s=6.0, incarnation=1)
+    state.announce(A, 0.0, 30.0)
+    state.announce(B, 0.0, 6.0)
+    for now_s in (10.0, 20.0):
+        state.announce(A, now_s, 30.0)
+        assert state.snapshot(now_s).members == (A,), "B has ended"
+    state.leave(A.peer_id)
+    state.announce(B, 20.0, 6.0)
+    assert state.snapshot(25.0).members == (B,), "it stood still for nearly all of the lease that is left"
+    assert state.snapshot(26.5).members == (B,), "the time of standing still is not counted"
+    assert state.snapshot(29.0).members == (B,)
+    assert state.snapshot(31.5).members == ()
+
+
+def test_a_directory_is_deserted_after_ten_leases_without_a_call() -> None:
+    desertion = Desertion(look_s=3.0, min_quiet_s=60.0)
+    desertion.hear(6.0)
+    assert [desertion.look() for _ in range(20)] == [False] * 19 + [True]
+    assert desertion.is_complete
+    desertion.hear(6.0)
+    assert not desertion.is_complete, "a call that had waited was heard"
+    desertion.hear(30.0)
+    desertion.hear(6.0)
+    assert [desertion.look() for _ in range(100)] == [False] * 99 + [True], "the longest lease counts"
+
+
+def test_who_was_stopped_as_a_whole_is_not_deserted() -> None:
+    """However long it was: it looks once when it goes on, and its callers are waiting."""
+    desertion = Desertion(look_s=3.0, min_quiet_s=60.0)
+    for _ in range(1000):
+        desertion.hear(6.0)
+        assert not desertion.look()
 
 
 @pytest.mark.parametrize("is_first_to_ask", [True, False])
@@ -132,3 +181,8 @@ def test_start_reports_end_with_the_start_or_with_silence() -> None:
     reports.note(PeerId("nobody"), None, 4.0)
     assert reports.current(9.9) == ("loading target 20 %",)
     assert reports.current(10.0) == ()
+    reports.note(PeerId("t"), "loading target 30 %", 20.0)
+    reports.keep_for(15.0)
+    reports.keep_for(5.0)
+    assert reports.current(34.9) == ("loading target 30 %",)
+    assert reports.current(35.0) == ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -14,10 +14,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from cluster import directory_actor
 from cluster.autoscaling.draft_demand import read_demands
 from cluster.directory import DirectorySnapshot, DirectoryVersion, Member
-from cluster.directory_actor import DirectoryLink
+from cluster.directory_actor import DirectoryLink, DirectoryProcess
 from cluster.start_reports import StartReporter, read_start_reports
 from specdec.transport.base import PeerId
-from tests.cluster.test_directory import A
+from tests.cluster.test_directory import A, B
 
 
 @pytest.mark.parametrize("members", [(A,), ()])
@@ -195,3 +195,113 @@ def test_a_worker_that_tells_how_far_it_is_looks_the_directory_up_once(
         report(text)
     assert directory.told == [("report_start", "worker", text) for text in ("a", "b", "")]
     assert looked_up == ["n"]
+
+
+class Actor:
+    """A directory that is called here and now, in place of Ray; `before` is called ahead of each call."""
+
+    def __init__(self, directory: object, *methods: str) -> None:
+        self.before: dict[str, Callable[[], None]] = {}
+        for method in methods:
+            setattr(self, method, SimpleNamespace(remote=self._calling(directory, method)))
+
+    def _calling(self, directory: object, method: str) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            self.before.pop(method, lambda: None)()
+            return getattr(directory, method)(*args)
+
+        return call
+
+
+def process(
+    monkeypatch: pytest.MonkeyPatch, *, lease_s: float, min_quiet_s: float = 600.0
+) -> DirectoryProcess:
+    with monkeypatch.context() as without_threads:  # which would look after callers
+        without_threads.setattr(directory_actor.threading, "Thread", MagicMock())
+        return DirectoryProcess(lease_s, min_quiet_s)
+
+
+def link_to(actor: Actor, monkeypatch: pytest.MonkeyPatch, *, lease_s: float = 30.0) -> DirectoryLink:
+    monkeypatch.setattr(directory_actor, "open_directory", lambda namespace, lease_s: actor)
+    monkeypatch.setattr(directory_actor.ray, "get", lambda answer, timeout: answer)
+    return DirectoryLink(
+        namespace="n", lease_s=lease_s, renew_s=10.0, on_change=lambda members: None, name="link"
+    )
+
+
+@pytest.mark.parametrize("methods", [("renew", "leave"), ("exchange", "leave")])
+def test_a_link_says_its_lease_to_whoever_understands_it(
+    methods: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory that the version before has made knows its own alone."""
+    now_s = 100.0
+    directory = process(monkeypatch, lease_s=6.0)
+    monkeypatch.setattr(directory_actor, "time", SimpleNamespace(monotonic=lambda: now_s, time_ns=lambda: 1))
+    link = link_to(Actor(directory, *methods), monkeypatch)
+    link.announce(A)
+    for _ in range(3):
+        link._exchange()
+        now_s += 3.0
+    directory.exchange(None, None)  # somebody else calls: it does not stand still
+    now_s += 3.5
+    snapshot = directory.exchange(None, None)
+    assert snapshot is not None
+    assert snapshot.members == ((A,) if "renew" in methods else ())
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_who_was_withdrawn_while_being_announced_does_not_come_back(
+    is_answered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be taken for alive for another lease: drafts are waited for, requests are sent to it."""
+    directory = process(monkeypatch, lease_s=6.0)
+    actor = Actor(directory, "renew", "leave")
+    link = link_to(actor, monkeypatch)
+    link.announce(A)
+    link.announce(B)
+    link._exchange()
+    if not is_answered:
+
+        def get(answer: object, timeout: float) -> None:
+            raise GetTimeoutError("late")
+
+        monkeypatch.setattr(directory_actor.ray, "get", get)
+    # The link has copied whom it announces; its `leave` comes before what it says of A.
+    actor.before["renew"] = lambda: link.withdraw(A.peer_id)
+    link._exchange()
+    snapshot = directory.exchange(None, None)
+    assert snapshot is not None
+    assert snapshot.members == (B,)
+
+
+def test_a_directory_that_nobody_calls_ends_itself_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve delete` does not tell it, and Ray would restart it if it just died."""
+    directory = process(monkeypatch, lease_s=1.0, min_quiet_s=10.0)
+    killed: list[tuple[object, bool]] = []
+    actor = Actor(directory, "end_if_deserted")
+    context = SimpleNamespace(current_actor=actor)
+    sleeps: list[float] = []
+
+    class Over(Exception):
+        pass
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 15:
+            directory.exchange(None, None)
+        if killed or len(sleeps) > 1000:
+            raise Over
+
+    monkeypatch.setattr(directory_actor.time, "sleep", sleep)
+    monkeypatch.setattr(directory_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(
+        directory_actor.ray, "kill", lambda handle, *, no_restart: killed.append((handle, no_restart))
+    )
+    with pytest.raises(Over):
+        directory._look(0.5)
+    assert killed == [(actor, True)]
+    assert len(sleeps) == 14 + 20 + 1, "twenty looks after the last call, and the one that found it gone"
+    killed.clear()
+    actor.before["end_if_deserted"] = lambda: directory.renew(None, None, 1.0)
+    actor.end_if_deserted.remote()
+    assert killed == [], "a call that had waited came first"

@@ -1,23 +1,34 @@
-"""Where a stream goes whose coordinator is lost, message by message."""
+"""Where a stream goes whose coordinator is lost, and when it is to blame for that, message by message."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
-from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED
+from cluster.crash_policy import PROBATION_OUTPUTS
+from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, FAILED_REPEATEDLY
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
-from specdec.core.errors import CapacityError, DrafthouseError
+from specdec.core.errors import CapacityError, DrafthouseError, RequestFailed
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
-from specdec.core.request import Request
+from specdec.core.request import Request, Resumption
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.service import DISPLACED
 from specdec.transport.base import Envelope, PeerAddress, PeerId, PeerLost
-from specdec.transport.messages import Admitted, Message, OutputFrame, Pong, Refused, SubmitRequest
+from specdec.transport.messages import (
+    Admitted,
+    Hello,
+    Message,
+    OutputFrame,
+    Ping,
+    Pong,
+    Refused,
+    SubmitRequest,
+)
 
 FULL, OTHER = PeerId("full"), PeerId("other")
 REQUEST = Request(
@@ -108,3 +119,243 @@ def test_what_has_to_leave_a_queue_does_not_go_back_to_a_full_one() -> None:
     assert streams.places == [FULL, OTHER]
     (refusal,) = streams.events
     assert isinstance(refusal, CapacityError)
+
+
+A, B, C = (PeerId(name) for name in "abc")
+LEASE_S = 3.0
+
+
+class Cluster:
+    """A book with one stream, and what coordinators say."""
+
+    def __init__(self, request: Request | None = REQUEST, **options: bool | int) -> None:
+        self.sent: list[tuple[PeerId, Message]] = []
+        self.events: list[RequestOutput | DrafthouseError] = []
+        self.clock = ManualClock()
+        self.book = StreamBook(
+            lambda peer_id, message: self.sent.append((peer_id, message)),
+            self.clock,
+            lease_s=LEASE_S,
+            failover_timeout_s=60.0,
+            may_be_none=bool(options.get("may_be_none")),
+            max_groups=options.get("max_groups", 1),
+        )
+        self.book.set_coordinators([member(A), member(B), member(C)])
+        if request is not None:
+            self.book.open(request, self.events.append)
+
+    @property
+    def submissions(self) -> list[tuple[PeerId, SubmitRequest]]:
+        return [(peer_id, one) for peer_id, one in self.sent if isinstance(one, SubmitRequest)]
+
+    @property
+    def place(self) -> PeerId:
+        return self.submissions[-1][0]
+
+    @property
+    def num_crashes(self) -> int:
+        return self.submissions[-1][1].request.num_crashes
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.submissions[-1][1].request.epoch
+
+    @property
+    def code(self) -> str | None:
+        (event,) = self.events
+        assert isinstance(event, RequestOutput)
+        return event.error_code
+
+    def hear(self, sender: PeerId, message: Message | PeerLost) -> None:
+        self.book.hear(Envelope(sender=sender, message=message))
+
+    def admit(
+        self, *, has_begun: bool = True, is_alone: bool | None = False, losses: tuple[int, ...] = ()
+    ) -> None:
+        self.hear(self.place, Admitted(REQUEST.request_id, self.epoch, has_begun, is_alone, losses))
+
+    def lose_link(self) -> PeerId:
+        lost = self.place
+        self.hear(lost, PeerLost())
+        return lost
+
+    def answer(self, sender: PeerId) -> None:
+        """It answers the next ping."""
+        self.book.tick()
+        nonce = max(one.nonce for _, one in self.sent if isinstance(one, Ping))
+        self.hear(sender, Pong(nonce, ((REQUEST.request_id, self.epoch),) if sender == self.place else ()))
+
+    def run_alone(self) -> PeerId:
+        """Two coordinators are silent; return who runs it alone."""
+        for _ in range(2):
+            self.admit()
+            self.lose_link()
+        self.admit(is_alone=True)
+        return self.place
+
+
+def test_what_runs_alone_is_to_blame_when_nobody_is_heard_again() -> None:
+    cluster = Cluster()
+    cluster.book.tick()
+    last = cluster.run_alone()
+    assert cluster.num_crashes == 2
+    cluster.lose_link()
+    num_submissions = len(cluster.submissions)
+    cluster.clock.advance(LEASE_S / 2)
+    cluster.book.tick()
+    assert cluster.events == []
+    assert len(cluster.submissions) == num_submissions, "nobody else gets it before that is clear"
+    cluster.hear(last, Pong(1, ()))  # to the ping before
+    cluster.clock.advance(LEASE_S / 2)
+    cluster.book.tick()
+    assert cluster.code == FAILED_REPEATEDLY
+
+
+def test_what_runs_alone_is_not_to_blame_for_a_link_that_broke() -> None:
+    cluster = Cluster()
+    last = cluster.run_alone()
+    cluster.lose_link()
+    cluster.answer(last)
+    assert cluster.events == []
+    assert cluster.place == last
+    assert cluster.num_crashes == 2, "of the others nothing was heard"
+    cluster.clock.advance(10 * LEASE_S)
+    assert cluster.events == []
+
+
+def test_who_is_heard_again_is_taken_off_the_account_of_who_runs_elsewhere() -> None:
+    cluster = Cluster()
+    cluster.admit()
+    first = cluster.lose_link()
+    cluster.admit()
+    cluster.lose_link()
+    before = cluster.epoch
+    cluster.answer(first)
+    assert (cluster.num_crashes, cluster.epoch) == (1, before), "the same attempt, told anew"
+
+
+def test_what_says_itself_that_it_fails_is_not_taken_off_by_living_on() -> None:
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.admit()
+        failed = cluster.place
+        output = RequestOutput(
+            request_id=REQUEST.request_id,
+            epoch=cluster.epoch,
+            first_index=0,
+            token_ids=(),
+            text="",
+            finish_reason="error",
+            error_code=COORDINATOR_CRASHED,
+        )
+        cluster.hear(failed, Pong(0, (), draining=True))
+        cluster.hear(failed, OutputFrame((output,)))
+        cluster.answer(failed)
+    assert cluster.num_crashes == 2
+
+
+def test_losses_of_targets_and_of_coordinators_add_up() -> None:
+    cluster = Cluster()
+    cluster.admit(has_begun=False, losses=(1,))
+    cluster.admit(has_begun=True, losses=(1,))
+    cluster.lose_link()
+    assert cluster.num_crashes == 2
+
+
+def test_what_waits_is_suspected_for_nothing() -> None:
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.admit(has_begun=False)
+        cluster.lose_link()
+    assert cluster.num_crashes == 0
+
+
+def test_a_loss_that_was_told_of_is_not_counted_again_with_who_told() -> None:
+    """Its coordinator cannot bring the target back, or dies while it tries."""
+    cluster = Cluster()
+    cluster.admit(has_begun=False, losses=(1,))
+    cluster.hear(cluster.place, Pong(0, (), without_target=True))
+    assert cluster.num_crashes == 1
+
+
+def test_coordinators_that_say_nothing_of_it_are_understood() -> None:
+    """Of an older version: what they took in has begun, and suspects run alone for eight outputs."""
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.admit(is_alone=None)
+        cluster.hear(cluster.place, Pong(0, (), without_target=True))
+    assert cluster.num_crashes == 2
+    cluster.admit(is_alone=None)
+    for index in range(PROBATION_OUTPUTS):
+        output = RequestOutput(
+            request_id=REQUEST.request_id, epoch=cluster.epoch, first_index=index, token_ids=(5,), text=""
+        )
+        cluster.hear(cluster.place, OutputFrame((output,)))
+    cluster.lose_link()
+    assert cluster.num_crashes == 1
+    assert cluster.submissions[-1][1].num_cleared == 1
+
+
+@pytest.mark.parametrize("waits_s", [(30.0, 5.0, 20.0), (5.0, 30.0, 20.0), (30.0, 20.0, 5.0)])
+def test_who_is_refused_everywhere_is_told_the_shortest_wait(waits_s: tuple[float, ...]) -> None:
+    cluster = Cluster()
+    for wait_s in waits_s:
+        refusal = Refused(REQUEST.request_id, cluster.epoch, "capacity", "full", retry_after_s=wait_s)
+        cluster.hear(cluster.place, refusal)
+    (error,) = cluster.events
+    assert isinstance(error, CapacityError)
+    assert error.retry_after_s == 5.0
+
+
+def named(name: str, **fields: object) -> Request:
+    return msgspec.structs.replace(REQUEST, request_id=RequestId(name), **fields)
+
+
+def test_no_more_wait_for_a_coordinator_than_would_be_taken_in() -> None:
+    cluster = Cluster(None, may_be_none=True, max_groups=2)
+    cluster.hear(A, Pong(0, (), max_streams=3))
+    cluster.book.set_coordinators([])
+    for number in range(6):
+        cluster.book.open(named(f"r{number}"), cluster.events.append)
+    with pytest.raises(CapacityError) as refusal:
+        cluster.book.open(named("r6"), cluster.events.append)
+    assert refusal.value.retry_after_s > 0
+    cluster.book.open(named("begun", delivered_token_ids=(1,)), cluster.events.append)
+    cluster.book.close(RequestId("r0"))
+    cluster.book.close(RequestId("r1"))
+    cluster.book.open(named("r7"), cluster.events.append)
+    cluster.book.set_coordinators([member(A)])
+    assert len(cluster.submissions) == 6
+    cluster.book.open(named("r8"), cluster.events.append)
+    assert cluster.events == [], "where somebody is, he decides"
+
+
+def test_coordinators_that_do_not_say_how_many_they_take_set_no_bound() -> None:
+    cluster = Cluster(None, may_be_none=True)
+    cluster.hear(A, Pong(0, ()))
+    cluster.book.set_coordinators([])
+    for number in range(50):
+        cluster.book.open(named(f"r{number}"), cluster.events.append)
+    assert cluster.book.num_homeless == 50
+
+
+def test_what_has_failed_is_refused_when_its_client_comes_back_and_others_are_told() -> None:
+    resumption = Resumption(name="cmpl-ab-0", proof=b"mine", window_s=60.0)
+    cluster = Cluster(msgspec.structs.replace(REQUEST, resumption=resumption))
+    cluster.run_alone()
+    cluster.lose_link()
+    cluster.clock.advance(LEASE_S)
+    cluster.book.tick()
+    assert cluster.code == FAILED_REPEATEDLY
+    assert {peer_id for peer_id, one in cluster.sent if one == Hello(0, (resumption,))} == {A, B, C}
+    again = named("cmpl-ab-1~ab", resumption=msgspec.structs.replace(resumption, name="cmpl-ab-1"))
+    with pytest.raises(RequestFailed) as failure:
+        cluster.book.open(again, cluster.events.append)
+    assert failure.value.code == FAILED_REPEATEDLY
+    cluster.sent.clear()
+    cluster.book.set_coordinators([member(PeerId("new"))])
+    assert cluster.sent == [(PeerId("new"), Hello(0, (resumption,)))]
+    other = msgspec.structs.replace(resumption, proof=b"other")
+    cluster.book.open(named("another", resumption=other), cluster.events.append)
+    cluster.clock.advance(61.0)
+    assert not cluster.book.has_failed(["cmpl-ab-0"], b"mine")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from cluster import target_group
 from cluster.config import ClusterConfig
@@ -14,9 +17,10 @@ from specdec.core.errors import TransportError
 from specdec.engine.config import EngineConfig
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
-from specdec.transport.base import PeerId
+from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import KeyPair, ZmqChannel
+from workers.target_worker import TargetWorkerProcess
 
 VOCAB = 9
 
@@ -111,3 +115,36 @@ def test_an_engine_closes_what_it_was_made_of(channels: list[ZmqChannel]) -> Non
     engine.close()
     assert channel._closed
     assert group.proposer.is_closed
+
+
+def test_the_worker_is_told_how_long_a_rank_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+
+    def remote(*args: object) -> None:
+        given.update(inspect.signature(TargetWorkerProcess.__init__).bind(None, *args).arguments)
+
+    monkeypatch.setattr(target_group, "worker_options", lambda *args: {})
+    monkeypatch.setattr(target_group, "rank_options", lambda *args: [{}])
+    monkeypatch.setattr(target_group, "TargetWorker", SimpleNamespace(options=lambda: Remote(remote)))
+    monkeypatch.setattr(target_group, "WorkerHandle", lambda actor, name: None)
+    config = EngineConfig.model_validate({"target": {"model": "/models/target"}})
+    cluster = ClusterConfig.model_validate(
+        {"channels": {"bind": "loopback"}, "target_groups": {"rank_silence_s": 7}}
+    )
+    keys = KeyPair.generate()
+    owner = PeerAddress(peer_id=PeerId("me"), endpoint="tcp://127.0.0.1:1", public_key="")
+    TargetGroup(config, cluster, PeerId("me"), keys)._start_worker(owner)
+    assert given["rank_silence_s"] == 7.0
+
+
+class Remote:
+    """An actor class that calls this instead of starting an actor."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.remote = call
+
+
+@pytest.mark.parametrize("silence_s", [0.0, 2.9, 3601.0])
+def test_a_silence_that_would_end_healthy_ranks_or_none_is_refused(silence_s: float) -> None:
+    with pytest.raises(ValidationError, match="rank_silence_s"):
+        ClusterConfig.model_validate({"target_groups": {"rank_silence_s": silence_s}})

@@ -3,9 +3,9 @@
 python tests/deploy/rolling.py MODELS PORT ROOM
 
 MODELS has the folders target, draft, other (another target), damaged (one whose file is cut off) and broken
-(one that workers cannot load). ROOM is the number of places for workers on the one Ray node. Two target
-groups and a draft worker take three, so that an update is made in place; with more, new groups begin beside
-old ones.
+(one whose weights do not fit its config.json). ROOM is the number of places for workers on the one Ray node.
+Two target groups and a draft worker take three, so that an update is made in place; with more, new groups
+begin beside old ones.
 """
 
 from __future__ import annotations
@@ -200,12 +200,15 @@ def scenario(models: Path, url: str) -> None:
     assert kinds["wrong"] == 0, kinds
     print(f"target: {took_s:.1f} s, {dict(kinds)}, 0 failed")
 
-    damaged = changed(other, "target", model=str(models / "damaged"))
-    message = wait_for("DEPLOY_FAILED", deploy(damaged), load)
-    assert "damaged" in message, message
+    for name in ("damaged", "broken"):
+        wrong = changed(other, "target", model=str(models / name))
+        message = wait_for("DEPLOY_FAILED", deploy(wrong), load)
+        assert name in message, message
+        time.sleep(2.0)  # `wait_for` tells deployments apart by whole seconds
     refused = num_groups(url)
-    broken = changed(other, "target", model=str(models / "broken"))
-    wait_for("DEPLOY_FAILED", deploy(broken), load)
+    assert refused == 2, "nothing was replaced"
+    failing = changed(other, "target", device="cuda")  # which only the workers know that they have not
+    wait_for("DEPLOY_FAILED", deploy(failing), load)
     time.sleep(5.0)
     answers = load.taken()
     assert {answer == of_other[which] for which, answer in answers} == {True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,48 @@ models:
     speculative_config: {method: draft_model, model: models/draft}
     cluster: {target_groups: {num_groups: 2}}
 """
+
+
+@pytest.mark.parametrize(
+    ("cluster", "own", "message"),
+    [
+        ("check_resources: false", "draft_pool: {own_nodes: true}",
+         "models.second.cluster.draft_pool.own_nodes: needs check_resources: true"),
+        ("check_resources: true",
+         "draft_pool: {own_nodes: true}\n      target_groups: {bundle: {labels: {ray.io/node-id: x}}}",
+         "models.second.cluster.draft_pool.own_nodes: cannot be combined with target_groups.bundle.labels"),
+        ("check_resources: true", "draft_pool: {own_nodes: true}", None),
+    ],
+)  # fmt: skip
+def test_pools_of_further_models_go_with_the_cluster_that_all_share(
+    tmp_path: Path, cluster: str, own: str, message: str | None
+) -> None:
+    """What the first model is refused must not come in by another: the nodes would not be looked at."""
+    text = (
+        "target: {model: first}\n"
+        "models:\n  second:\n    target: {model: second}\n"
+        f"    cluster:\n      {own}\n"
+        f"cluster: {{{cluster}}}\n"
+    )
+    if message is None:
+        assert load_config(write(tmp_path, text)).served_models()[1].cluster.draft_pool.own_nodes
+        return
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(write(tmp_path, text))
+
+
+def test_what_a_further_model_does_not_say_stays_unsaid(tmp_path: Path) -> None:
+    """With autoscaling, one group would contradict two at least, unless nobody has said one."""
+    text = (
+        "target: {model: first}\n"
+        "models:\n  second:\n    target: {model: second}\n"
+        "    cluster: {target_groups: {autoscaling: {min_groups: 2, max_groups: 3}}}\n"
+        "cluster: {drain_timeout_s: 7}\n"
+    )
+    _, second = load_config(write(tmp_path, text)).served_models()
+    assert second.cluster.target_groups.initial_groups == 2
+    assert "num_groups" not in second.cluster.target_groups.model_fields_set
+    assert second.cluster.drain_timeout_s == 7
 
 
 def test_further_models_have_engines_and_pools_of_their_own(tmp_path: Path) -> None:

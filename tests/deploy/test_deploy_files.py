@@ -7,6 +7,7 @@ each other and against our rules.
 from __future__ import annotations
 
 import copy
+import fnmatch
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from ray.autoscaler._private.util import prepare_config, validate_config
+from ray.autoscaler.sdk import get_docker_host_mount_location
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.inventory import NodeSnapshot
@@ -74,6 +76,19 @@ def test_rays_processes_ask_for_a_token_and_the_dashboard_stays_inside(ray_clust
         assert token is not None
         assert token[1] in ray_cluster["file_mounts"]
     assert "--dashboard-host=127.0.0.1" in starts[0]
+
+
+def test_secrets_of_the_cluster_are_for_the_containers_group_alone(ray_cluster: dict[str, Any]) -> None:
+    """`ray up` copies them with the mode that they have and mounts what it has copied."""
+    place = get_docker_host_mount_location(ray_cluster["cluster_name"])
+    copied = {Path(f"{place}{target}") for target in ray_cluster["file_mounts"]}
+    (command,) = ray_cluster["initialization_commands"]
+    folder, *changes = [step.split() for step in command.split(" && ")]
+    assert folder[0] == "cd"
+    assert [words[:3] for words in changes] == [["sudo", "chgrp", "10001"], ["sudo", "chmod", "0440"]]
+    for words in changes:
+        assert {Path(folder[1]) / name for name in words[3:]} == copied
+    assert ("USER", "10001:10001") in stages()["cuda"]
 
 
 def test_containers_of_the_cluster_can_do_no_more_than_those_of_compose(
@@ -291,6 +306,43 @@ def test_compose_serves_the_images_models_with_keys(compose: dict[str, Any]) -> 
     for model in (config.target.model, config.speculative_config.model):
         assert model is not None
         assert (ROOT / Path(model).relative_to("/opt/drafthouse")).is_dir()
+
+
+def reaches_the_builder(path: str) -> bool:
+    """Whether a file is sent to Docker's builder: the last line that fits it, or a folder of it, decides."""
+    allowed = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!")
+        if not line or line.startswith("#"):
+            continue
+        names = [path, *map(str, Path(path).parents)][:-1]
+        if any(fnmatch.fnmatch(name, pattern.removeprefix("**/")) for name in names):
+            allowed = line.startswith("!")
+    return allowed
+
+
+def test_what_reaches_the_builder_is_told_apart() -> None:
+    for path, wanted in (
+        ("deploy/config.py", True),
+        ("models/demo/target/config.json", True),
+        ("docs/operations.md", False),
+        ("deploy/docker/prometheus.yaml", False),
+        ("deploy/__pycache__/config.pyc", False),
+    ):
+        assert reaches_the_builder(path) == wanted, path
+
+
+def test_secrets_for_compose_stay_out_of_the_image_and_of_git(compose: dict[str, Any]) -> None:
+    """What the steps in its header write: the plain key, too."""
+    text = (DOCKER / "compose.yaml").read_text().partition("\nname:")[0]
+    written = set(re.findall(r"> ([\w-]+)", text))
+    assert written == {"my-key", "api-keys", "grafana-password"}
+    assert {Path(one["file"]).name for one in compose["secrets"].values()} <= written
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    for name in written:
+        path = f"deploy/docker/{name}"
+        assert not reaches_the_builder(path), path
+        assert f"/{path}" in ignored
 
 
 def test_prometheus_asks_the_door_and_grafana_prometheus(compose: dict[str, Any]) -> None:

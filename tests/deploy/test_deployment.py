@@ -13,7 +13,14 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
-from deploy.deployment import Deployment, DeploymentFailed, _check_running_serve, _raise_if_failed, base_url
+from deploy.deployment import (
+    Deployment,
+    DeploymentFailed,
+    _check_running_serve,
+    _Places,
+    _raise_if_failed,
+    base_url,
+)
 from deploy.openai.keys import ApiKey
 from deploy.preflight import check_local_resources
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
@@ -174,3 +181,49 @@ def test_as_many_as_there_may_ever_be_have_to_fit_this_machine() -> None:
     check_local_resources(DrafthouseConfig.model_validate(config), 3)
     with pytest.raises(ResourceError, match="target group 3 of 3 needs 1 CPU"):
         check_local_resources(DrafthouseConfig.model_validate(config), 2)
+
+
+class Waiting:
+    """What waits for a place, and what was said of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.groups: tuple[str, ...] = ()
+        monkeypatch.setattr("deploy.deployment.pending_groups", lambda application: self.groups)
+
+
+def test_what_has_no_place_for_a_minute_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting, places = Waiting(monkeypatch), _Places()
+    for now_s in range(100):
+        places.look(float(now_s))
+    assert not caplog.records
+    waiting.groups = ("Coordinator: 1 placement group with 4 x (1 GPU), STRICT_PACK",)
+    for now_s in range(100, 160):
+        places.look(float(now_s))
+    assert not caplog.records, "Ray may yet find one"
+    for now_s in range(160, 300):
+        places.look(float(now_s))
+    (record,) = caplog.records
+    assert record.message.startswith("no node has had room for 60 s for Coordinator: 1 placement group")
+    waiting.groups = (*waiting.groups, "DraftPool: 1 placement group with 1 x (1 GPU), STRICT_PACK")
+    for now_s in range(300, 400):
+        places.look(float(now_s))
+    assert len(caplog.records) == 2
+
+
+def test_who_gives_up_waiting_says_what_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(monkeypatch)
+    waiting.groups = ("Coordinator: 1 placement group with 4 x (1 GPU), STRICT_PACK",)
+    starting = overview(ApplicationStatus.DEPLOYING, "")
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"drafthouse": starting}))
+    config = DrafthouseConfig.model_validate(
+        {"target": {"model": "x"}, "cluster": {"startup_timeout_s": 1e-9}}
+    )
+    with pytest.raises(
+        DeploymentFailed, match=r"placing the workers; no node has room for Coord.*4 x \(1 GPU"
+    ):
+        list(Deployment(config, ()).wait_ready())
+    waiting.groups = ()
+    with pytest.raises(DeploymentFailed, match=r"placing the workers$"):
+        list(Deployment(config, ()).wait_ready())

@@ -21,7 +21,7 @@ import torch
 
 from deploy.config_file import load_config
 from tests.architectures import save_model
-from tests.deploy.test_serve import Server, launch
+from tests.deploy.test_serve import HEADERS_THAT_SERVE_READS, Server, launch, raw_answer
 from tests.http_load import LIMIT_S, NUM_CLIENTS, Load, Wanted, connected, wanted_of
 from tests.ports import free_port
 
@@ -131,6 +131,13 @@ def test_the_official_client_reads_the_same_tokens_through_it(world: World) -> N
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model="m", prompt="a", max_tokens=-1)
         assert refused.value.param == "max_tokens"
+
+
+@pytest.mark.parametrize("headers", HEADERS_THAT_SERVE_READS)
+def test_headers_that_serve_itself_reads_do_no_harm(world: World, headers: tuple[bytes, ...]) -> None:
+    answer = raw_answer(world.server.url, *headers)
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert b'"m"' in answer
 
 
 def test_a_client_that_leaves_is_noticed_behind_it(world: World) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from deploy.haproxy import UnknownConfiguration, mended
 from tests.deploy.openai.byte_level import byte_level_door
@@ -140,6 +142,60 @@ def test_a_configuration_of_another_ray_is_not_guessed_at(proxy: Proxy) -> None:
         mended(text.replace("errorfile 502", "error-file 502"))
     with pytest.raises(UnknownConfiguration, match="stats"):
         mended(text.replace("listen stats", "listen statistics"))
+    with pytest.raises(UnknownConfiguration, match="timeout client"):
+        mended(text.replace("timeout client", "timeout clients"))
+    with pytest.raises(UnknownConfiguration, match="http_frontend"):
+        mended(text.replace("frontend http_frontend", "frontend http_front"))
+
+
+STEERING = (
+    b"X-Request-Timeout-Seconds: -1\r\nSERVE-multiplexed_model_id: a\r\n"
+    b"X_Session_ID: b\r\nX-Serve-Router-To: c"
+)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "kept"),
+    [(b"mine-1,!~", [b"mine-1,!~"]), (b"\xff", []), (b"a b", []), (b"a\r\nX-Request-ID: b", []), (b"", [])],
+    ids=["good", "bytes", "blank", "two", "empty"],
+)
+def test_headers_that_serve_obeys_or_trips_over_go_no_further(
+    proxy: Proxy, request_id: bytes, kept: list[bytes]
+) -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def door(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/health":
+            seen.append(scope["headers"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAccept: a\r\nX-Request-ID: " + request_id + b"\r\n"
+    with live_server(door) as url:
+        port = int(url.rpartition(":")[2])
+        for proxy_port in (port, proxy.port):
+            if proxy_port == proxy.port:
+                proxy.doors = {"a": port}
+                proxy.start()
+                proxy.wait_for_doors()
+            with socket.create_connection(("127.0.0.1", proxy_port), timeout=20) as connection:
+                connection.sendall(head + STEERING + b"\r\nConnection: close\r\n\r\n")
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    without, through = (dict(headers) for headers in seen)
+    assert {b"serve-multiplexed_model_id", b"x_session_id", b"x-serve-router-to"} <= without.keys()
+    assert [value for name, value in seen[1] if name == b"x-request-id"] == kept
+    assert through[b"accept"] == b"a"
+    for name in through:
+        assert not re.search(rb"multiplexed|session|timeout|router", name)
+
+
+def test_headers_that_do_not_come_are_not_waited_for(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "timeout http-request 30s" in mended(proxy.configuration())
+    monkeypatch.setattr("deploy.haproxy._HEAD_TIMEOUT_S", 1)
+    proxy.start()
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
 def test_who_has_no_door_says_that_it_is_not_ready(proxy: Proxy) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.openai.metrics import DoorMetrics, render
@@ -64,6 +66,57 @@ def test_what_is_published_again_replaces_what_was() -> None:
     assert rounds.name == "drafthouse_rounds_total"
     assert rounds.values == {(): 9.0}
     assert rounds.text == "Rounds: propose, verify, commit."
+
+
+STATE = 'speculation_state{mode="%s",reason="gain"}'
+GROUP = 'target_group_%s{target_group="%s"}'
+
+
+def last_values(*snapshots: dict[str, float]) -> dict[tuple[str, str], float]:
+    """Return what is published in the end, by name and the values of labels."""
+    return {
+        (one.name.removeprefix("drafthouse_"), " ".join(value for _, value in labels)): number
+        for one in published(*snapshots)
+        for labels, number in one.values.items()
+    }
+
+
+def test_a_state_that_is_over_is_over_in_rays_exporter() -> None:
+    """Of a gauge Ray keeps every set of labels: without a word both modes would be on for ever."""
+    values = last_values({STATE % "lockstep": 2.0}, {STATE % "ping_pong": 2.0})
+    assert values == {("speculation_state", "lockstep gain"): 0, ("speculation_state", "ping_pong gain"): 2}
+    back = last_values({STATE % "lockstep": 2.0}, {STATE % "ping_pong": 2.0}, {STATE % "lockstep": 1.0})
+    assert back == {("speculation_state", "lockstep gain"): 1, ("speculation_state", "ping_pong gain"): 0}
+
+
+def test_a_group_that_is_gone_has_no_requests_and_no_other_numbers() -> None:
+    """Its counters do not fall to 0: a group that is heard again would have generated everything at once."""
+    names = ("num_requests_running", "kv_cache_usage_perc", "generation_tokens")
+    both = {GROUP % (name, group): 0.5 for name in names for group in "ab"}
+    values = last_values(both, {key: value for key, value in both.items() if '"b"' in key})
+    assert values["target_group_num_requests_running", "a"] == 0.0
+    assert math.isnan(values["target_group_kv_cache_usage_perc", "a"])
+    assert math.isnan(values["target_group_generation_tokens_total", "a"])
+    assert [value for (_, group), value in values.items() if group == "b"] == [0.5] * 3
+
+
+def test_who_adds_up_no_more_says_nothing_of_its_own() -> None:
+    made: dict[str, Recorded] = {}
+
+    def make(name: str, text: str, labels: tuple[str, ...]) -> Recorded:
+        return made.setdefault(name, Recorded(name, text, labels))
+
+    sink = RaySink(make)
+    sink.withdraw()
+    assert not made
+    sink.publish({"rounds": 7.0, "coordinators": 2.0})
+    for _ in range(2):
+        sink.withdraw()
+        (rounds,) = made["drafthouse_rounds_total"].values.values()
+        assert math.isnan(rounds)
+        assert made["drafthouse_coordinators"].values == {(): 0.0}
+    sink.publish({"rounds": 9.0, "coordinators": 1.0})
+    assert made["drafthouse_rounds_total"].values == {(): 9.0}
 
 
 def test_of_several_models_each_has_its_label() -> None:

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ray import serve
 from safetensors.torch import load_file, save_file
 
 from deploy.serve_config import build
@@ -46,12 +48,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_damaged_checkpoint_is_refused_before_anything_is_replaced(models: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "folder", "message"),
+    [
+        ("target", "damaged", r"damaged.*truncated or corrupt"),
+        ("target", "broken", r"broken: the weights do not fit config\.json: tensor .*down_proj"),
+        ("speculative_config", "broken", r"broken: the weights do not fit config\.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_before_anything_is_replaced(
+    models: Path, part: str, folder: str, message: str
+) -> None:
     """Serve then leaves the running application alone; no Ray is needed to say so."""
     arguments = serve_config(models)["applications"][0]["args"]
-    arguments["config"]["target"]["model"] = str(models / "damaged")
-    with pytest.raises(CheckpointError, match=r"damaged.*truncated or corrupt"):
+    arguments["config"][part]["model"] = str(models / folder)
+    with pytest.raises(CheckpointError, match=message):
         build(arguments)
+
+
+def test_models_that_this_node_has_not_are_not_checked_and_that_is_told(
+    models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, keys, own: own)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    arguments = serve_config(models)["applications"][0]["args"]
+    build(arguments)
+    assert not caplog.records
+    arguments["config"]["speculative_config"]["model"] = "/nowhere/draft"
+    build(arguments)
+    (record,) = caplog.records
+    assert record.message.startswith("/nowhere/draft is not on the node that builds the application")
 
 
 @pytest.mark.ray

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -261,6 +262,42 @@ def test_bad_requests_are_answered_and_named(server: Server, client: openai.Open
         model="tiny", prompt="ab", max_tokens=2, extra_body={"ignore_eos": True}
     )
     assert completion.choices[0].text
+
+
+def raw_answer(url: str, *headers: bytes) -> bytes:
+    """Return what is answered to a request with headers that no library would send."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    lines = (b"GET /v1/models HTTP/1.1", b"Host: x", *headers, b"Connection: close", b"", b"")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"\r\n".join(lines))
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+HEADERS_THAT_SERVE_READS = (
+    (b"X-Request-ID: \xff",),
+    (b"X-Request-ID: a", b"X-Request-ID: \xff"),
+    (b"serve_multiplexed_model_id: \xff", b"X-Session-ID: \xff"),
+    (b"X-Request-Timeout-Seconds: 0.000001", b"X-Request-Disconnect-Disabled: \xff"),
+)
+
+
+@pytest.mark.parametrize("headers", HEADERS_THAT_SERVE_READS)
+def test_headers_that_serve_itself_reads_do_no_harm(server: Server, headers: tuple[bytes, ...]) -> None:
+    answer = raw_answer(server.url, *headers)
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert b'"tiny"' in answer
+
+
+def test_a_client_s_own_request_id_is_told_back(server: Server) -> None:
+    assert b"\r\nx-request-id: mine-1\r\n" in raw_answer(server.url, b"X-Request-ID: mine-1").lower()
+
+
+def test_headers_without_end_are_refused(server: Server) -> None:
+    answer = raw_answer(server.url, *(b"x-%d: %s" % (number, b"a" * 1000) for number in range(100)))
+    assert answer.startswith(b"HTTP/1.1 431"), answer
 
 
 def test_status_command(server: Server) -> None:

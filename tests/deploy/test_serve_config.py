@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
 
-from deploy.serve_config import build, parse_arguments
+from deploy.serve_config import _being_deployed, build, parse_arguments
 from specdec.core.errors import ConfigError
 
 TARGET = {"target": {"model": "/models/target"}}
@@ -59,3 +63,19 @@ def test_nothing_is_built_without_the_keys(tmp_path: Path) -> None:
     http = {"api_keys_file": str(tmp_path / "keys")}
     with pytest.raises(ConfigError, match=r"keys cannot be read: No such file"):
         build({"config": TARGET | {"http": http}})
+
+
+def test_a_builder_knows_by_what_serve_deploys_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve does not tell it; what another application runs is not for its own former version."""
+    states = {"mine": ApplicationStatus.DEPLOYING, "other": ApplicationStatus.RUNNING}
+    applications = {name: SimpleNamespace(status=status) for name, status in states.items()}
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
+    assert _being_deployed() == {"mine"}
+    del applications["mine"]
+    assert _being_deployed() is None, "a program builds what it deploys later"
+
+    def fail() -> None:
+        raise RayServeException("the controller is away")
+
+    monkeypatch.setattr(serve, "status", fail)
+    assert _being_deployed() is None

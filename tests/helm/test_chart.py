@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
+import re
+import shlex
 import shutil
+import subprocess
+import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray._private import services
+from ray.scripts.scripts import cli as ray_cli
 from ray.serve.schema import ServeDeploySchema
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -61,7 +68,10 @@ EVERYTHING: Values = DRAFTED | {
     "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379", "existingSecret": "redis"},
     "expose": {"enabled": True, "host": "llm.example", "tlsSecret": "tls", "className": "nginx"},
     "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
-    "models": {"download": [{"repository": "org/m", "revision": "abc", "folder": "Target_1.0"}]},
+    "models": {
+        "volume": {"emptyDir": {}},
+        "download": [{"repository": "org/m", "revision": "abc", "folder": "Target_1.0"}],
+    },
     "huggingFace": {"existingSecret": "hf"},
     "rayAuth": {"existingSecret": "ray-token"},
     "tls": {"existingSecret": "tls"},
@@ -99,7 +109,10 @@ TENSOR_PARALLEL_OVER_PODS: Values = {
     "target": {"nodesPerGroup": 2, "gpu": 4, "groups": 2},
 }
 SITUATIONS = [
-    *(pytest.param(values_of(flavour), id=flavour or "defaults") for flavour in (None, *FLAVOURS)),
+    *(
+        pytest.param(values_of(flavour), id=flavour or "defaults")
+        for flavour in (None, *FLAVOURS, "monitoring")
+    ),
     pytest.param(EVERYTHING, id="everything"),
     pytest.param(TENSOR_PARALLEL_OVER_PODS, id="tensor parallel over pods"),
 ]
@@ -155,6 +168,10 @@ def test_values_file_shows_every_key() -> None:
         {"target": {"groups": 0}},
         {"target": {"groups": "two"}},
         {"target": {"memory": "32 GB"}},
+        {"target": {"podDisruptionBudget": {"maxUnavailable": "50%"}}},
+        {"target": {"podDisruptionBudget": {"maxUnavailable": -1}}},
+        {"ingress": {"drainSeconds": "30s"}},
+        {"monitoring": {"prometheusRule": {"runbookUrl": "docs/operations.md"}}},
         {"head": {"gpu": 1}},
         {"config": {"target": {"dtyp": "float32"}}},
         {"config": {"target": {"dtype": "fp32"}}},
@@ -195,6 +212,17 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"apiKeys": {"existingSecret": ""}}, "apiKeys.existingSecret: name a Secret"),
         (None, {"apiKeys": {"insecure": True}}, "insecure contradicts existingSecret"),
         (None, {"models": {"claim": ""}}, "models.claim"),
+        (None, {"models": {"download": EVERYTHING["models"]["download"]}}, "models.download: every pod"),
+        (None, {"head": {"shmSize": "0.5Gi"}}, "head.shmSize: 0.5Gi does not hold Ray's object store"),
+        ("gpu", {"draft": {"shmSize": "536M"}}, "draft.shmSize: 536M does not hold"),
+        (None, {"target": {"rayStartParams": {"object-store-memory": "9000000000"}}}, "of 9000000000 bytes"),
+        (None, {"fullnameOverride": "1st"}, "fullnameOverride: 1st is no name for a RayService"),
+        (None, {"nameOverride": "Llm"}, "fullnameOverride: llm-Llm is no name"),
+        (
+            None,
+            {"ingress": {"replicas": 2}, "serve": {"deployments": [{"name": "Ingress", "num_replicas": 3}]}},
+            "Ingress: num_replicas 3, but there are pods for 2: raise ingress.replicas",
+        ),
         (None, {"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redisAddress: is required"),
         (
             None,
@@ -386,7 +414,7 @@ def test_pods_are_as_few_as_replicas_may_be(values: Values, fewest: tuple[int, i
 def test_models_whose_folders_are_spelled_alike_are_fetched_by_containers_of_their_own() -> None:
     folders = ("T.1", "t-1", "long" * 20 + "a", "long" * 20 + "b")
     models = [{"repository": "org/m", "revision": "abc", "folder": folder} for folder in folders]
-    for pod in pods_of(render({"models": {"download": models}})):
+    for pod in pods_of(render({"models": {"volume": {"emptyDir": {}}, "download": models}})):
         names = [one["name"] for one in pod.get("initContainers", ())]
         assert len(set(names)) == len(names)
         assert all(len(name) <= 63 for name in names)
@@ -517,6 +545,7 @@ def test_what_looks_like_yaml_is_text() -> None:
         {
             "gcsFaultTolerance": {"key": "2", "externalStorageNamespace": "3"},
             "upgrade": {"type": "None"},
+            "fullnameOverride": "llm",
         },
     )
 
@@ -537,6 +566,27 @@ def test_names_leave_room_for_kuberays_suffixes(name: str) -> None:
     (service,) = of_kind(render({}, name=name), "RayService")
     assert "drafthouse" in service["metadata"]["name"] or len(name) > 40
     assert len(service["metadata"]["name"]) <= 47
+
+
+def test_names_that_kuberay_would_refuse_are_refused() -> None:
+    """It takes DNS labels that begin with a letter; Helm takes releases that begin with a digit."""
+    with pytest.raises(helm_python.HelmError, match="1llm-drafthouse is no name"):
+        render({}, name="1llm")
+    assert render({"fullnameOverride": "llm"}, name="1llm")
+
+
+@pytest.mark.parametrize(
+    ("size", "is_enough"),
+    [("513Mi", True), ("0.6Gi", True), ("537M", True), ("1T", True), ("512Mi", False), ("536870k", False)],
+)
+def test_shared_memory_holds_rays_object_store(size: str, is_enough: bool) -> None:
+    """What does not fit, Ray puts into a file."""
+    values: Values = {"ingress": {"shmSize": size}}
+    if is_enough:
+        assert render(values)
+        return
+    with pytest.raises(helm_python.HelmError, match=rf"ingress\.shmSize: {size} does not hold"):
+        render(values)
 
 
 def test_budgets_follow_the_pools() -> None:
@@ -569,27 +619,81 @@ def test_budgets_count_the_pods_that_scaling_leaves() -> None:
 
 
 def test_clients_come_through_the_pods_for_the_door_alone() -> None:
-    """KubeRay's own Service has all workers behind it."""
+    """KubeRay's Service has all workers of one cluster behind it: the port leaves out those without it."""
     values = merged(EVERYTHING, {"tls": {"existingSecret": ""}})
     manifests = render(values)
-    (service,) = [one for one in of_kind(manifests, "Service") if one["metadata"]["name"] == "llm-drafthouse"]
-    assert (service["spec"]["type"], service["metadata"]["annotations"]) == ("LoadBalancer", {"a": "b"})
+    assert "llm-drafthouse" not in {one["metadata"]["name"] for one in of_kind(manifests, "Service")}
     spec = ray_service(values)["spec"]
-    assert "serveService" not in spec
-    selected = {
-        name
-        for name, group in groups_of({"spec": spec}).items()
-        if service["spec"]["selector"].items() <= group["template"]["metadata"]["labels"].items()
-    }
-    assert selected == {"ingress"}
-    (container,) = groups_of({"spec": spec})["ingress"]["template"]["spec"]["containers"]
-    named = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert [(port["port"], named[port["targetPort"]]) for port in service["spec"]["ports"]] == [(8000, 8000)]
+    assert spec["excludeHeadPodFromServeSvc"] is True
+    service = spec["serveService"]
+    assert (service["metadata"]["name"], service["metadata"]["annotations"]) == ("llm-drafthouse", {"a": "b"})
+    assert service["spec"]["type"] == "LoadBalancer"
+    assert "selector" not in service["spec"], "KubeRay's own, by which it goes from one cluster to the next"
+    (port,) = service["spec"]["ports"]
+    reached = {}
+    for name, group in groups_of({"spec": spec}).items():
+        (container,) = group["template"]["spec"]["containers"]
+        named = {one["name"]: one["containerPort"] for one in container["ports"]}
+        # KubeRay takes a Service's port from the head's container and replaces it by ours of the same name.
+        assert named.get("serve") == (None if name == "ingress" else 8000)
+        if port["targetPort"] in named:
+            reached[name] = named[port["targetPort"]]
+    assert reached == {"ingress": 8000}
+    assert (port["name"], port["port"]) == ("serve", 8000)
     texts = render_texts(values)
     (rule,) = of_kind(manifests, "Ingress")[0]["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"]["name"] == "llm-drafthouse"
     assert "http://llm-drafthouse:8000/health" in texts["tests/health.yaml"]
     assert "svc/llm-drafthouse 8000" in texts["NOTES.txt"]
+
+
+def test_the_heads_pod_keeps_the_name_by_which_kuberay_looks_for_it() -> None:
+    """RELEASE-head-svc selects it by app.kubernetes.io/name: kuberay, which a label of ours would replace."""
+    for name, group in groups_of(ray_service(EVERYTHING)).items():
+        labels = group["template"]["metadata"]["labels"]
+        assert ("app.kubernetes.io/name" in labels) == (name != "head")
+        assert labels["app.kubernetes.io/component"] == name
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_each_door_has_a_pod_of_its_own(replicas: int) -> None:
+    """A pod whose door came back on another one would never be ready."""
+    (door,) = serve_config({"ingress": {"replicas": replicas}})["applications"][0]["deployments"]
+    assert door["num_replicas"] == replicas
+    limits = (door.get("max_replicas_per_node"), door.get("max_surge_percent"))
+    # With no pod to spare there is no room for the next one beside it.
+    assert limits == ((1, 0) if replicas > 1 else (None, None))
+
+
+def test_limits_of_doors_can_be_overridden() -> None:
+    values: Values = {
+        "ingress": {"replicas": 2},
+        "serve": {"deployments": [{"name": "Ingress", "max_replicas_per_node": 2}]},
+    }
+    (door,) = serve_config(values)["applications"][0]["deployments"]
+    assert (door["max_replicas_per_node"], door["max_surge_percent"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    "values", [values_of("multi-host"), TENSOR_PARALLEL_OVER_PODS], ids=["stages", "ranks"]
+)
+def test_kuberay_has_the_pods_of_a_group_together_unless_told_otherwise(values: Values) -> None:
+    """Ray makes groups of whichever pods are free; KubeRay ends those of a replica together."""
+    groups, nodes = values["target"]["groups"], values["target"]["nodesPerGroup"]
+    for is_together, replicas, hosts in ((True, groups, nodes), (False, groups * nodes, 1)):
+        target = groups_of(ray_service(merged(values, {"target": {"multiHost": is_together}})))["target"]
+        assert target["numOfHosts"] == hosts
+        assert (target["minReplicas"], target["replicas"], target["maxReplicas"]) == (replicas,) * 3
+
+
+def test_pods_of_target_groups_scale_by_whole_groups() -> None:
+    scaled = merged(
+        TENSOR_PARALLEL_OVER_PODS,
+        {"target": {"maxGroups": 4}} | SCALED | scaling("target_groups", min_groups=1, max_groups=4),
+    )
+    for is_together, sizes in ((True, (1, 2, 4)), (False, (2, 4, 8))):
+        target = groups_of(ray_service(merged(scaled, {"target": {"multiHost": is_together}})))["target"]
+        assert (target["minReplicas"], target["replicas"], target["maxReplicas"]) == sizes
 
 
 def test_without_pods_for_the_door_it_is_behind_kuberays_service() -> None:
@@ -686,7 +790,6 @@ def test_models_are_mounted_from_a_volume_that_is_not_written_to() -> None:
         return source
 
     assert claim({}) == {"claimName": "drafthouse-models", "readOnly": True}
-    assert claim({"models": EVERYTHING["models"]})["readOnly"] is False
 
 
 def test_the_test_pod_runs_where_the_door_may() -> None:
@@ -762,6 +865,10 @@ def test_every_dashboard_and_alert_is_rendered() -> None:
     }
     (rules,) = of_kind(manifests, "PrometheusRule")
     assert rules["spec"] == yaml.safe_load(rules_yaml())
+    url = "https://example.com/docs/operations"
+    published = merged(EVERYTHING, {"monitoring": {"prometheusRule": {"runbookUrl": url}}})
+    (rules,) = of_kind(render(published), "PrometheusRule")
+    assert rules["spec"] == yaml.safe_load(rules_yaml(runbook=url))
     off = render(
         merged(
             EVERYTHING,
@@ -777,7 +884,12 @@ def test_the_door_is_scraped_once() -> None:
     (service,) = [
         one for one in of_kind(manifests, "Service") if one["metadata"]["name"].endswith("-metrics")
     ]
-    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "head"
+    assert service["spec"]["selector"]["app.kubernetes.io/component"] == "ingress", "they outlive the head"
+    assert [port["targetPort"] for port in service["spec"]["ports"]] == ["door"]
+    doorless = merged(EVERYTHING, {"ingress": {"enabled": False}, "tls": {"existingSecret": ""}})
+    (other,) = of_kind(render(doorless), "Service")
+    assert other["spec"]["selector"]["app.kubernetes.io/component"] == "head"
+    assert [port["targetPort"] for port in other["spec"]["ports"]] == ["serve"]
     (monitor,) = of_kind(manifests, "ServiceMonitor")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (pods,) = of_kind(manifests, "PodMonitor")
@@ -880,7 +992,7 @@ def test_notes_say_what_an_update_costs(values: Values, told: str | None) -> Non
         ("autoscaling", {"autoscaling": {"enabled": True}}),
         (
             "models.download",
-            {"models": {"download": [{"repository": "a/b", "revision": "c", "folder": "target"}]}},
+            {"models": EVERYTHING["models"]},
         ),
         (
             "config.http.tracing",
@@ -917,17 +1029,142 @@ def test_notes_say_who_can_read_metrics(policy: Values, told: str) -> None:
     assert told in notes
 
 
-@pytest.mark.parametrize("values", [{}, {"config": {"cluster": {"drain_timeout_s": 120}}}])
+def pre_stop(group: dict[str, Any]) -> list[str]:
+    (container,) = group["template"]["spec"]["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["bash", "-c"]
+    return command
+
+
+@pytest.mark.parametrize("values", [{}, {"config": {"cluster": {"drain_timeout_s": 119.5}}}])
 def test_pods_outlive_the_drain(values: Values) -> None:
-    drain_s = (
-        values.get("config", {}).get("cluster", {}).get("drain_timeout_s") or ClusterConfig().drain_timeout_s
-    )
-    for name, group in groups_of(ray_service(values)).items():
-        pod = group["template"]["spec"]
-        (container,) = pod["containers"]
-        command = container["lifecycle"]["preStop"]["exec"]["command"][-1]
-        seconds = int(command.partition(";")[0].removeprefix("sleep "))
-        assert pod["terminationGracePeriodSeconds"] >= seconds + drain_s, name
+    cluster = ClusterConfig.model_validate(values.get("config", {}).get("cluster", {}))
+    for name, group in groups_of(ray_service(merged(DRAFTED, values))).items():
+        found = re.search(r"^ *sleep (\d+)$", pre_stop(group)[-1], re.MULTILINE)
+        assert found is not None
+        seconds = int(found[1])
+        # Serve's own patience with a replica that serves its streams to the end.
+        fewest = {"ingress": cluster.drain_timeout_s + 5, "target": cluster.drain_timeout_s + 10}
+        assert seconds >= fewest.get(name, 5), name
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= seconds + 20 + 30, name
+
+
+FAKES = {
+    "pgrep": """
+        if [ "$1" = -a ]; then
+          [ -e "$STATE/raylet" ] && cat "$STATE/raylet"
+        else
+          echo . >> "$STATE/looks"
+          [ "$(wc -l < "$STATE/looks")" -lt "$LOOKS" ]
+        fi""",
+    "ray": 'echo "ray $*" >> "$STATE/calls"; [ "$1" != drain-node ] || exit "$DRAIN_RC"',
+    "sleep": 'echo "sleep $*" >> "$STATE/calls"',
+    "timeout": 'shift; exec "$@"',
+}
+NODE = "0a1b" * 14
+RAYLET = (
+    f"7 /opt/venv/raylet --node_manager_port=0 --node_id={NODE} --node_ip_address=10.0.0.1 --labels={{}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("pool", "seconds", "raylet", "drain_rc", "told", "slept"),
+    [
+        ("target", 9, RAYLET, 0, True, ["1", "1"]),
+        ("draft", "", RAYLET, 0, True, ["1", "1"]),
+        ("ingress", 9, RAYLET, 1, True, ["9"]),  # the head is gone, say
+        ("ingress", 9, None, 0, False, ["9"]),  # the raylet is
+        ("target", 0, RAYLET, 0, False, ["0"]),
+        ("head", 9, RAYLET, 0, False, ["9"]),
+    ],
+)
+def test_ray_is_told_that_a_pod_goes(
+    pool: str,
+    seconds: int | str,
+    raylet: str | None,
+    drain_rc: int,
+    told: bool,
+    slept: list[str],
+    tmp_path: Path,
+) -> None:
+    """The command, run with doubles of what it calls. They end the raylet after its third look."""
+    group = groups_of(ray_service(merged(DRAFTED, {pool: {"drainSeconds": seconds}})))[pool]
+    for name, body in FAKES.items():
+        file = tmp_path / name
+        file.write_text(f"#!/bin/bash\n{textwrap.dedent(body)}\n")
+        file.chmod(0o755)
+    if raylet is not None:
+        (tmp_path / "raylet").write_text(raylet)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "STATE": str(tmp_path),
+        "LOOKS": "3",
+        "DRAIN_RC": str(drain_rc),
+        "RAY_ADDRESS": "head-svc.serving.svc:6379",
+    }
+    subprocess.run(pre_stop(group), env=environment, check=True, timeout=60)
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert calls[-1] == ["ray", "stop"]
+    assert [call[1] for call in calls if call[0] == "sleep"] == slept
+    drains = [call for call in calls if call[1] == "drain-node"]
+    assert bool(drains) == told
+    for call in drains:
+        assert call[call.index("--node-id") + 1] == NODE
+        assert call[call.index("--address") + 1] == "head-svc.serving.svc:6379"
+
+
+def test_ray_has_the_command_that_drains_a_node() -> None:
+    """It is hidden: nobody would tell us that it changed."""
+    script = pre_stop(groups_of(ray_service({}))["target"])[-1].replace("\\\n", " ")
+    (line,) = [line for line in script.splitlines() if "drain-node" in line]
+    words = shlex.split(line.partition("timeout 20 ")[2].partition(";")[0])
+    node = {"$node": NODE, "$RAY_ADDRESS": "10.0.0.1:6379"}
+    assert words[:2] == ["ray", "drain-node"]
+    command = ray_cli.commands[words[1]]
+    context = command.make_context("drain-node", [node.get(word, word) for word in words[2:]])
+    assert context.params["node_id"] == NODE
+    assert context.params["deadline_remaining_seconds"] == 70
+
+
+def test_the_raylets_command_line_says_which_node_it_is() -> None:
+    source = inspect.getsource(services.start_raylet)
+    assert 'f"--node_id={node_id}"' in source
+    assert Path(services.RAYLET_EXECUTABLE).stem == "raylet"
+
+
+def test_the_network_policy_lets_pods_out_to_redis() -> None:
+    """A peer without a namespace is one of the pods' own."""
+    values = values_of("multi-host")
+    namespace = values["gcsFaultTolerance"]["redisAddress"].split(".")[1]
+    (policy,) = of_kind(render(values), "NetworkPolicy")
+    (rule,) = [
+        one for one in policy["spec"]["egress"] if {"port": 6379, "protocol": "TCP"} in one.get("ports", ())
+    ]
+    (peer,) = rule["to"]
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": namespace}
+    assert "podSelector" in peer
+
+
+@pytest.mark.parametrize("flavour", [None, *FLAVOURS])
+def test_the_prometheus_operator_is_needed_only_where_that_is_asked_for(flavour: str | None) -> None:
+    """Without its definitions Kubernetes would refuse the whole release."""
+
+    def monitored(values: Values) -> set[str]:
+        return {
+            item["kind"] for item in render(values) if item["apiVersion"].startswith("monitoring.coreos.com/")
+        }
+
+    assert monitored(values_of(flavour)) == set()
+    both = merged(values_of(flavour), values_of("monitoring"))
+    assert monitored(both) == {"PodMonitor", "ServiceMonitor", "PrometheusRule"}
+
+
+def test_the_test_pod_waits_until_models_are_loaded() -> None:
+    (pod,) = of_kind(render({}), "Pod")
+    command = pod["spec"]["containers"][0]["command"]
+    assert {"--retry-connrefused", "--retry-on-host-error"} <= set(command), "there is no Service before"
+    (codes,) = [word for word in command if word.startswith("--retry-on-http-error=")]
+    assert "503" in codes.partition("=")[2].split(",")
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -935,9 +1172,8 @@ def test_render_is_the_reviewed_one(flavour: str) -> None:
     """DRAFTHOUSE_UPDATE_GOLDEN=1 writes it anew; then read the difference."""
     file = GOLDEN / f"{flavour}.yaml"
     # Nobody reviews generated dashboards here: they are compared with their source above.
-    written = [
-        item for item in render(values_of(flavour)) if item["kind"] not in ("ConfigMap", "PrometheusRule")
-    ]
+    values = merged(values_of(flavour), values_of("monitoring") if flavour == "multi-host" else {})
+    written = [item for item in render(values) if item["kind"] not in ("ConfigMap", "PrometheusRule")]
     text = yaml.safe_dump_all(written, sort_keys=False, width=110)
     if UPDATE:
         file.parent.mkdir(exist_ok=True)

@@ -35,7 +35,7 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
     counts = torch.bincount(ground.rows.tokens.flatten())
     training = make_training(recipe, TargetParts.of(ground.model), counts)
     if options.start_from is not None:
-        _start_from(training.drafter, options.start_from)
+        _start_from(training.drafter, options.start_from, allow_pickled=options.allow_pickled_weights)
     capture = Capture(ground.model, training.drafter.hidden_layers)
     drafter = training.drafter.to(ground.model.device)
     run = ground.begin_run(
@@ -64,14 +64,14 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
     return ground.report(run, sum(parameter.numel() for parameter in drafter.parameters()), acceptance)
 
 
-def _start_from(drafter: Drafter, folder: Path) -> None:
+def _start_from(drafter: Drafter, folder: Path, *, allow_pickled: bool) -> None:
     """Give a drafter the weights of another.
 
     Raises:
         ConfigError: that is of another kind, or of other shapes.
         CheckpointError: the folder cannot be read.
     """
-    other = load_drafter(folder, drafter.target)
+    other = load_drafter(folder, drafter.target, allow_pickled=allow_pickled)
     if type(other) is not type(drafter):
         raise ConfigError(
             f"--start-from {folder} holds {type(other).__name__}, not {type(drafter).__name__}: leave it out"

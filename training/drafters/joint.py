@@ -143,7 +143,7 @@ def _check(recipe: DrafterRecipe, options: TrainOptions) -> None:
 
 def _start_from(heads: Medusa, options: TrainOptions) -> None:
     assert options.start_from is not None
-    other = load_drafter(options.start_from, heads.target)
+    other = load_drafter(options.start_from, heads.target, allow_pickled=options.allow_pickled_weights)
     wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in other.state_dict().items()}
     if not isinstance(other, Medusa) or wanted != found:

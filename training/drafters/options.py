@@ -27,6 +27,8 @@ class TrainOptions:
     start_from: Path | None = None
     """Folder of a drafter of the same kind and shapes for this target (mtp: the target's own; draft_model:
     any model with its tokenizer), whose weights are trained further; None: new ones."""
+    allow_pickled_weights: bool = False
+    """Read ``start_from`` of a pickled file, where it has no safetensors."""
     keeps_hidden: bool = False
     """Keep hidden states on disk, for later epochs and runs."""
     hidden_folder: Path | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.measures import failed_share
+from deploy.monitoring.measures import failed_share, num_turned_away
 from deploy.monitoring.objectives import DEFAULT_OBJECTIVES, boundaries_s
 from deploy.monitoring.panels import SHOWN, SHOWN_AS_ONE, Dashboard, Limits, ListVariable, Row, line, panel
 
@@ -13,8 +13,8 @@ _SHARES = Row(
     panels=(
         panel(
             "Answered",
-            "Share of HTTP requests that did not fail for a reason of ours: status below 500, and no error "
-            "in the stream. Over all of the time that is shown.",
+            "Share of requests for text that did not fail for a reason of ours: status below 500, and no "
+            "error in the stream. Over all of the time that is shown.",
             "percentunit",
             line(f"1 - {failed_share(SHOWN_AS_ONE)}", "{{job}}"),
             kind="number",
@@ -40,8 +40,8 @@ _SHARES = Row(
         ),
         panel(
             "Failed requests",
-            "Share of HTTP requests answered with a status of 500 or more, or with a stream that ended in an "
-            "error.",
+            "Share of requests for text answered with a status of 500 or more, or with a stream that ended "
+            "in an error.",
             "percentunit",
             line(failed_share(SHOWN), "{{job}}"),
         ),
@@ -50,7 +50,7 @@ _SHARES = Row(
             "Requests refused because the queue was full (429), and ended because their time "
             "was up. Both mean more load than there is room for.",
             "reqps",
-            line(SHOWN.rate("http_requests", where='status="429"'), "turned away"),
+            line(num_turned_away(SHOWN), "turned away"),
             line(SHOWN.rate("request_timeouts"), "out of time"),
         ),
         panel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deploy.monitoring.measures import draft_utilization, target_utilization
 from deploy.monitoring.panels import SHOWN, Dashboard, Panel, Query, Row, SeriesVariable, Unit, line, panel
 from deploy.monitoring.promql import PREFIX
 
@@ -70,20 +71,17 @@ _GROUPS = Row(
             "Share of time in which a target computes, mean over the target groups. Low beside "
             "requests that wait: rounds wait for drafts, or the coordinator is what is slow.",
             "percentunit",
-            line(
-                f"({SHOWN.rate('target_forward_time_seconds')} + "
-                f"{SHOWN.rate('target_sample_time_seconds')}) / {SHOWN.gauge('coordinators')}",
-                "{{job}}",
-            ),
+            line(target_utilization(SHOWN), "{{job}}"),
             width=12,
         ),
         panel(
             "Groups that can be reached",
-            "And workers by what has become of compiling their forward. failed: they run eagerly, slower. "
-            "May be none: 1 where there need be no such workers while nobody asks (min_groups or "
-            "min_workers: 0).",
+            "And how many there should be, as configured or as autoscaling has decided last; workers by what "
+            "has become of compiling their forward. failed: they run eagerly, slower. May be none: 1 where "
+            "there need be no such workers while nobody asks (min_groups or min_workers: 0).",
             "short",
             line(SHOWN.gauge("coordinators"), "target groups"),
+            line(SHOWN.gauge("target_groups_wanted"), "target groups wanted"),
             line(SHOWN.gauge("num_workers", by=("part", "compile")), "{{part}} workers: {{compile}}"),
             line(SHOWN.gauge("scales_to_zero", by=("part",)), "{{part}} workers may be none"),
             width=12,
@@ -112,6 +110,13 @@ _GROUPS = Row(
             line(SHOWN.rate("lost_streams"), "lost streams"),
         ),
         panel(
+            "Requests submitted once more",
+            "By epoch, the number of the attempt beyond the first: after the loss of their group, or where "
+            "one had no room for them. Grows only while something is lost or full.",
+            "ops",
+            line(SHOWN.rate("request_epochs", by=("epoch",), where='epoch!="0"'), "epoch {{epoch}}"),
+        ),
+        panel(
             "Time without a target worker",
             "Share of time, added up over the target groups.",
             "percentunit",
@@ -124,25 +129,33 @@ _DRAFTERS = Row(
     panels=(
         panel(
             "Draft workers, and places in use",
-            "Workers that rounds wait for, and requests in the pool over those that it takes.",
+            "Workers that rounds wait for, how many there should be, as configured or as autoscaling has "
+            "decided last, and requests in the pool over those that it takes.",
             "short",
             line(SHOWN.gauge("draft_workers"), "workers"),
+            line(SHOWN.gauge("draft_workers_wanted"), "workers wanted"),
             line(SHOWN.gauge("draft_pool_usage_perc"), "share of places in use"),
         ),
         panel(
             "Drafters at work",
             "Seconds of drafting per second, all draft workers together: at the number of "
-            "workers they do nothing else. Beside it, seconds per second in which rounds waited for drafts.",
+            "workers they do nothing else. Beside it, the share of a worker's time that this is, and seconds "
+            "per second in which rounds waited for drafts.",
             "short",
             line(SHOWN.rate("draft_compute_seconds"), "drafting"),
+            line(draft_utilization(SHOWN), "share of each worker's time"),
             line(SHOWN.rate("draft_wait_seconds"), "waited for"),
         ),
         panel(
             "Requests without drafts",
-            "Requests that a round went on without the pool's drafts for, and why: no place, no "
-            "memory, a text longer than the draft model takes, or no answer in time.",
+            "Requests that a round went on without the pool's drafts for, and why. none: there is no worker; "
+            "place, memory: no worker has any for it; too_long: for the draft model; behind: its worker has "
+            "yet to read it; late: no answer in time; miss: nothing was drafted for what came true "
+            "(draft_ahead); forgotten: its worker has to begin anew; invalid: nonsense. Then what is counted "
+            "once a request, or worker, and not once a round.",
             "ops",
             line(SHOWN.rate("fallback_requests"), "without drafts"),
+            line(SHOWN.rate("fallback_requests_by_reason", by=("reason",)), "{{reason}}"),
             line(SHOWN.rate("spec_decode_num_missing_proposals"), "no proposal came"),
             line(SHOWN.rate("draft_sequences_refused"), "no place"),
             line(SHOWN.rate("draft_sequences_outgrown"), "no memory"),

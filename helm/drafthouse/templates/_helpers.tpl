@@ -28,18 +28,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{/*
-Labels of the release's pods. None that changes with every version of the chart: KubeRay takes pods with other labels
-for another cluster, and makes it beside the first.
+Labels of the pods of one pool. None that changes with every version of the chart: KubeRay takes pods with other labels
+for another cluster, and makes it beside the first. Takes a dict: root, component.
 */}}
 {{- define "drafthouse.podLabels" -}}
-app.kubernetes.io/name: {{ include "drafthouse.name" . }}
-{{ include "drafthouse.selectorLabels" . }}
+{{- /* KubeRay's Service for the head selects by the name that KubeRay gives it. */}}
+{{- if ne .component "head" -}}
+app.kubernetes.io/name: {{ include "drafthouse.name" .root }}
+{{ end -}}
+{{ include "drafthouse.selectorLabels" .root }}
+app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/*
-The Service that clients ask: one before the pods for the door, where there are such, else the one that KubeRay makes,
-which has every pod behind it.
-*/}}
+{{/* The Service that clients ask. KubeRay makes it. */}}
 {{- define "drafthouse.serviceName" -}}
 {{- include "drafthouse.fullname" . }}{{ if not .Values.ingress.enabled }}-serve-svc{{ end }}
 {{- end -}}
@@ -49,18 +50,46 @@ which has every pod behind it.
 {{- divf (floor (divf (mulf .cpus 10000) .ranks)) 10000 -}}
 {{- end -}}
 
-{{/* Fewest, usual and largest number of each group of workers, in the order of workerGroupSpecs. */}}
+{{/*
+What a quantity of bytes is as a number.
+*/}}
+{{- define "drafthouse.bytes" -}}
+{{- $units := dict "" 1.0 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 -}}
+{{- $number := regexFind "^[0-9]+(\\.[0-9]+)?" . -}}
+{{- mulf (float64 $number) (get $units (trimPrefix $number .)) -}}
+{{- end -}}
+
+{{/*
+Seconds between the order to stop a pod and `ray stop`. By default streams have `drain_timeout_s`, and Serve gives
+replicas a few seconds more (graceful_shutdown_timeout_s). Takes a dict: root, pool (its values).
+*/}}
+{{- define "drafthouse.drainSeconds" -}}
+{{- if kindIs "string" .pool.drainSeconds -}}
+{{- add (ceil (dig "cluster" "drain_timeout_s" 60.0 .root.Values.config)) 10 -}}
+{{- else -}}
+{{- int .pool.drainSeconds -}}
+{{- end -}}
+{{- end -}}
+
+{{/*
+Fewest, usual and largest number of replicas of each group of workers, in the order of workerGroupSpecs, and the pods of each.
+*/}}
 {{- define "drafthouse.groupSizes" -}}
 {{- $values := .Values -}}
+{{- $nodes := int $values.target.nodesPerGroup -}}
+{{- $hosts := ternary $nodes 1 $values.target.multiHost -}}
+{{- $replicas := div $nodes $hosts -}}
 {{- if $values.ingress.enabled }}
-- {name: ingress, min: {{ $values.ingress.replicas }}, replicas: {{ $values.ingress.replicas }}, max: {{ $values.ingress.replicas }}}
+- {name: ingress, hosts: 1, min: {{ $values.ingress.replicas }}, replicas: {{ $values.ingress.replicas }}, max: {{ $values.ingress.replicas }}}
 {{- end }}
 - name: target
-  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "target_groups" "bound" "min_groups" "number" $values.target.groups) }}
-  replicas: {{ $values.target.groups }}
-  max: {{ max (int $values.target.groups) (int $values.target.maxGroups) }}
+  hosts: {{ $hosts }}
+  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "target_groups" "bound" "min_groups" "number" $values.target.groups) | int | mul $replicas }}
+  replicas: {{ mul $values.target.groups $replicas }}
+  max: {{ mul (max (int $values.target.groups) (int $values.target.maxGroups)) $replicas }}
 {{- if include "drafthouse.hasDraftPool" . }}
 - name: draft
+  hosts: 1
   min: {{ include "drafthouse.fewest" (dict "root" . "pool" "draft_pool" "bound" "min_workers" "number" $values.draft.workers) }}
   replicas: {{ $values.draft.workers }}
   max: {{ max (int $values.draft.workers) (int $values.draft.maxWorkers) }}
@@ -115,7 +144,7 @@ kubectl -n {{ .Release.Namespace }} patch raycluster --type json -p '{{ toJson $
 {{- end -}}
 
 {{/*
-Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, else all. Takes a dict: root, pool
+Fewest groups or workers of a pool: with the autoscaler, as many as Serve may go down to, else all. Takes a dict: root, pool
 (of config.cluster), bound, number.
 */}}
 {{- define "drafthouse.fewest" -}}
@@ -143,6 +172,16 @@ Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, els
 {{- $ranks := include "drafthouse.targetRanks" . | int -}}
 {{- $stages := dig "target" "pipeline_parallel_size" 1 $values.config | int -}}
 {{- $nodes := int $target.nodesPerGroup -}}
+{{- $name := include "drafthouse.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "fullnameOverride: %s is no name for a RayService, which has lower-case letters, digits and dashes and begins with a letter: give one, or another name of the release" $name) -}}
+{{- end -}}
+{{- range $pool := list "head" "ingress" "target" "draft" -}}
+{{- $store := get (index $values $pool).rayStartParams "object-store-memory" | default (include "drafthouse.objectStore" $) -}}
+{{- if le (include "drafthouse.bytes" (index $values $pool).shmSize | float64) (float64 $store) -}}
+{{- fail (printf "%s.shmSize: %s does not hold Ray's object store of %s bytes, which would be a file on the node's disk: give more" $pool (index $values $pool).shmSize $store) -}}
+{{- end -}}
+{{- end -}}
 {{- if mod $ranks $nodes -}}
 {{- fail (printf "target.nodesPerGroup: %d pods cannot share the %d ranks of a target group (tensor_parallel_size x pipeline_parallel_size) equally" $nodes $ranks) -}}
 {{- end -}}
@@ -186,13 +225,17 @@ Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, els
 {{- if not (or $values.models.volume $values.models.claim) -}}
 {{- fail "models.claim: name a PersistentVolumeClaim, or give models.volume" -}}
 {{- end -}}
+{{- if and $values.models.download (not $values.models.volume) -}}
+{{- fail "models.download: every pod would fetch into the one claim, together: give models.volume, a volume of each pod's own (emptyDir, hostPath), or fill the claim once by a Job of yours" -}}
+{{- end -}}
 {{- if and $values.gcsFaultTolerance.enabled (not $values.gcsFaultTolerance.redisAddress) -}}
 {{- fail "gcsFaultTolerance.redisAddress: is required" -}}
 {{- end -}}
 {{- if and $values.gcsFaultTolerance.enabled $values.gcsFaultTolerance.externalStorageNamespace (ne $values.upgrade.type "None") -}}
 {{- fail "gcsFaultTolerance.externalStorageNamespace: a second cluster beside the first (upgrade.type: NewCluster) would write to the same place in Redis; leave it empty, or write upgrade.type: None" -}}
 {{- end -}}
-{{- $rooms := dict "Ingress" 0 "Coordinator" (max (int $target.groups) (int $target.maxGroups)) -}}
+{{- $doors := ternary (int $values.ingress.replicas) 0 (and $values.ingress.enabled (gt (int $values.ingress.replicas) 1)) -}}
+{{- $rooms := dict "Ingress" $doors "Coordinator" (max (int $target.groups) (int $target.maxGroups)) -}}
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $_ := set $rooms "DraftPool" (max (int $values.draft.workers) (int $values.draft.maxWorkers)) -}}
 {{- end -}}
@@ -233,12 +276,14 @@ Fewest pods of a pool: with the autoscaler, as many as Serve may go down to, els
 {{- fail (printf "serve.deployments: %s: min_replicas %d is more than max_replicas %d" .name $least $most) -}}
 {{- end -}}
 {{- $room := get $rooms .name | int -}}
+{{- $fewer := get (dict "Ingress" "ingress.replicas" "Coordinator" "target.groups" "DraftPool" "draft.workers") .name -}}
+{{- $more := get (dict "Ingress" "ingress.replicas" "Coordinator" "target.maxGroups" "DraftPool" "draft.maxWorkers") .name -}}
 {{- $fixed := dig "num_replicas" 0 . | int -}}
 {{- if and $room (gt $fixed $room) -}}
-{{- fail (printf "serve.deployments: %s: num_replicas %d, but there are pods for %d: raise %s" .name $fixed $room (ternary "target.groups" "draft.workers" (eq .name "Coordinator"))) -}}
+{{- fail (printf "serve.deployments: %s: num_replicas %d, but there are pods for %d: raise %s" .name $fixed $room $fewer) -}}
 {{- end -}}
 {{- if and $room (gt $most $room) -}}
-{{- fail (printf "serve.deployments: %s: max_replicas %d, but there are pods for %d: raise %s" .name $most $room (ternary "target.maxGroups" "draft.maxWorkers" (eq .name "Coordinator"))) -}}
+{{- fail (printf "serve.deployments: %s: max_replicas %d, but there are pods for %d: raise %s" .name $most $room $more) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $values.tls.existingSecret (not $values.ingress.enabled) -}}

@@ -7,8 +7,7 @@ The pod of one pool. Takes a dict: root, pool (its values), component (its name)
 {{- $pool := .pool -}}
 metadata:
   labels:
-    {{- include "drafthouse.podLabels" $root | nindent 4 }}
-    app.kubernetes.io/component: {{ .component }}
+    {{- include "drafthouse.podLabels" (dict "root" $root "component" .component) | nindent 4 }}
     {{- with $pool.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with $pool.podAnnotations }}
   annotations: {{- toYaml . | nindent 4 }}
@@ -20,7 +19,9 @@ spec:
   automountServiceAccountToken: false
   {{- end }}
   enableServiceLinks: false
-  terminationGracePeriodSeconds: {{ add $pool.drainSeconds (ceil (dig "cluster" "drain_timeout_s" 60.0 $values.config)) 30 }}
+  {{- $drain := include "drafthouse.drainSeconds" (dict "root" $root "pool" $pool) | int }}
+  {{- /* Beside the drain: to ask for it, and to stop Ray. */}}
+  terminationGracePeriodSeconds: {{ add $drain 60 }}
   securityContext: {{- toYaml $values.podSecurityContext | nindent 4 }}
   {{- with $values.image.pullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
@@ -76,7 +77,8 @@ spec:
         - {name: dashboard, containerPort: 8265}
         {{- end }}
         - {name: metrics, containerPort: 8080}
-        - {name: serve, containerPort: 8000}
+        {{- /* By its name the Service that clients ask finds the pods for the door. */}}
+        - {name: {{ ternary "door" "serve" (eq .component "ingress") }}, containerPort: 8000}
       resources:
         {{- $amounts := dict "cpu" (toString $pool.cpu) "memory" $pool.memory }}
         {{- with $pool.ephemeralStorage }}{{ $_ := set $amounts "ephemeral-storage" . }}{{ end }}
@@ -120,7 +122,11 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [sh, -c, "sleep {{ $pool.drainSeconds }}; ray stop"]
+            command:
+              - bash
+              - -c
+              - |
+                {{- include "drafthouse.preStop" (dict "seconds" $drain "component" .component) | nindent 16 }}
       {{- with $pool.probes.liveness }}
       livenessProbe: {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -166,7 +172,7 @@ spec:
     - name: compile-cache
       {{- toYaml ($values.compileCache.volume | default (dict "emptyDir" dict)) | nindent 6 }}
     - name: models
-      {{- toYaml ($values.models.volume | default (dict "persistentVolumeClaim" (dict "claimName" $values.models.claim "readOnly" (empty $values.models.download)))) | nindent 6 }}
+      {{- toYaml ($values.models.volume | default (dict "persistentVolumeClaim" (dict "claimName" $values.models.claim "readOnly" true))) | nindent 6 }}
     {{- with $values.apiKeys.existingSecret }}
     {{- /* In every pod: the task that builds the application runs anywhere. */}}
     - name: api-keys
@@ -183,10 +189,35 @@ spec:
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
 {{- end -}}
 
-{{/* Bytes of Ray's object store: less than any shmSize. What does not fit into that is a file on the node's disk. */}}
+{{/*
+What is done before a pod is stopped. Serve is told that Ray's node goes: it starts replicas elsewhere, where there is
+room, and has those here serve their streams to the end; then the raylet ends by itself. Where nobody can be told, what
+runs has the same time. Takes a dict: seconds, component.
+*/}}
+{{- define "drafthouse.preStop" -}}
+{{- if or (eq .component "head") (eq (int .seconds) 0) -}}
+sleep {{ .seconds }}
+{{- else -}}
+node=$(pgrep -a -x raylet | sed -n 's/.* --node_id=\([0-9a-f]*\) .*/\1/p')
+end=$((SECONDS + {{ .seconds }}))
+if [ -n "$node" ] && timeout 20 ray drain-node --address "$RAY_ADDRESS" --node-id "$node" \
+    --reason DRAIN_NODE_REASON_PREEMPTION --reason-message "the pod is stopped" \
+    --deadline-remaining-seconds {{ .seconds }}; then
+  while [ $SECONDS -lt $end ] && pgrep -x raylet > /dev/null; do sleep 1; done
+else
+  sleep {{ .seconds }}
+fi
+{{- end }}
+ray stop
+{{- end -}}
+
+{{/* Bytes of Ray's object store. What does not fit into shmSize is a file on the node's disk: drafthouse.check refuses it. */}}
 {{- define "drafthouse.objectStore" -}}536870912{{- end -}}
 
-{{/* A group of workers. Takes what drafthouse.pod takes, and replicas, min, max, hosts. */}}
+{{/*
+A group of workers. Takes what drafthouse.pod takes, and replicas, min, max, hosts (pods that KubeRay starts and ends
+together).
+*/}}
 {{- define "drafthouse.workerGroup" -}}
 {{- $values := .root.Values -}}
 groupName: {{ .component }}

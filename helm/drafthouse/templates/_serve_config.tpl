@@ -32,6 +32,10 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- $deployments := list -}}
 {{- if $values.ingress.enabled -}}
 {{- $door := dict "name" "Ingress" "num_replicas" $values.ingress.replicas "ray_actor_options" (dict "num_cpus" 0 "label_selector" (dict "pool" "ingress")) -}}
+{{- if gt (int $values.ingress.replicas) 1 -}}
+{{- /* Two doors on one pod would leave the next pod without any, never to be ready. An update then has no room beside them. */ -}}
+{{- $door = merge $door (dict "max_replicas_per_node" 1 "max_surge_percent" 0) -}}
+{{- end -}}
 {{- range $values.serve.deployments -}}
 {{- if eq .name "Ingress" -}}{{- $door = mergeOverwrite $door (deepCopy .) -}}{{- end -}}
 {{- end -}}

@@ -1,9 +1,13 @@
-"""A drafter's folder: config.json, and tensors by name in safetensors or pickled files of tensors alone."""
+"""A drafter's folder: config.json, and tensors by name in safetensors or, where allowed, in pickled files.
+
+Of these, only such as hold tensors alone are read.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +58,15 @@ class DrafterFolder:
         return found
 
 
-def open_drafter(path: str | Path) -> DrafterFolder:
+def open_drafter(path: str | Path, *, allow_pickled: bool = False) -> DrafterFolder:
     """Look at a drafter's folder.
 
+    Args:
+        path: the folder.
+        allow_pickled: whether, without safetensors, a pickled file may be read.
+
     Raises:
-        CheckpointError: the folder, config.json or weights are missing or unreadable.
+        CheckpointError: the folder, config.json or weights are missing or unreadable, or pickled unasked.
     """
     folder = open_folder(path)
     if any((folder.path / name).is_file() for name in _MODEL_FILES):
@@ -69,8 +77,10 @@ def open_drafter(path: str | Path) -> DrafterFolder:
     if not files:
         pickled = [folder.path / name for name in _PICKLED_FILES if (folder.path / name).is_file()]
         if not pickled:
-            names = ", ".join((WEIGHTS_FILE, *_HEAD_FILES, *_PICKLED_FILES))
+            names = ", ".join((WEIGHTS_FILE, *_HEAD_FILES, *(_PICKLED_FILES if allow_pickled else ())))
             raise CheckpointError(f"{folder.path} has no weights of a drafter (one of {names})")
+        if not allow_pickled:
+            raise _pickled_error(pickled[0])
         files = (pickled[0],)
         unpickled = _unpickled(pickled[0])
     return _opened(folder.path, folder.config, files, unpickled)
@@ -122,6 +132,21 @@ def _opened(
             if name != "__metadata__":
                 shapes[name], places[name] = tuple(entry["shape"]), file
     return DrafterFolder(path=path, config=config, shapes=shapes, files=places, unpickled=unpickled)
+
+
+def _pickled_error(file: Path) -> CheckpointError:
+    named = {"pytorch_model": WEIGHTS_FILE}.get(file.stem, f"{file.stem}.safetensors")
+    convert = (
+        "import sys, torch; from safetensors.torch import save_file; "
+        "tensors = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
+        "save_file({name: one.clone() for name, one in tensors.items()}, sys.argv[2])"
+    )
+    return CheckpointError(
+        f"{file} is pickled, and only safetensors are read unasked. Convert it: "
+        f'python -c "{convert}" {shlex.quote(str(file))} {shlex.quote(str(file.with_name(named)))} - or have '
+        "it read as it is: speculative_config.allow_pickled_weights: true (of `drafthouse train`: "
+        "--allow-pickled-weights)"
+    )
 
 
 def _unpickled(file: Path) -> dict[str, torch.Tensor]:

@@ -99,15 +99,18 @@ def _is_headless_layer(folder: DrafterFolder) -> bool:
     )
 
 
-def load_drafter(path: str | Path, target: TargetParts, dtype: torch.dtype | None = None) -> Drafter:
+def load_drafter(
+    path: str | Path, target: TargetParts, dtype: torch.dtype | None = None, *, allow_pickled: bool = False
+) -> Drafter:
     """Load the drafter of a folder for `target`, in evaluation mode on the host.
 
     `path` may be the target's own folder, for modules inside it. `dtype` None: as it is stored.
+    `allow_pickled`: as in `open_drafter`.
 
     Raises:
         CheckpointError: naming the file, key or tensor at fault.
     """
-    folder = open_drafter(path)
+    folder = open_drafter(path, allow_pickled=allow_pickled)
     if "model.fc.weight" not in folder.shapes and any(name.startswith(_LAYERS) for name in folder.shapes):
         # A whole model: what drafts for it may be in a file of its own beside it.
         folder = open_beside(folder.path)

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError, TransportError
+from specdec.model.parallel.listening_store import open_store
 
 # torch types its process groups too narrowly to be of use.
 _GLOO: Any = ProcessGroupGloo
@@ -81,8 +82,12 @@ class Transfer:
 
 
 def serve_store(host: str, timeout_s: float = 120.0) -> TCPStore:
-    """Open the meeting point of a group at a free port of `host`: rank 0 does, and passes it to `join`."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Open the meeting point of a group at a free port of `host`: rank 0 does, and passes it to `join`.
+
+    Raises:
+        ResourceError: the address cannot be bound.
+    """
+    return open_store(host, timeout_s)
 
 
 class RankGroup:

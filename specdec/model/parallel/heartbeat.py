@@ -8,6 +8,7 @@ run any Python is. A rank that runs without making progress is left to the time 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +24,11 @@ MAX_SILENT_LOOKS = 20
 """Looks of rank 0, `INTERVAL_S` apart, at an unchanged number. Looks and not seconds: a machine that is
 stopped as a whole, or too busy for rank 0 as well, has not looked."""
 _NOT_WATCHED = "-"
+
+
+def looks_in(silence_s: float) -> int:
+    """Return how many looks a silence of so many seconds takes at least."""
+    return max(1, math.ceil(silence_s / INTERVAL_S))
 
 
 @contextmanager

@@ -6,14 +6,13 @@ of experts, tying and buffers are its business, and only which part of a stored 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.model.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from specdec.model.parallel.plan import UnsupportedParallelism
 from specdec.model.parallel.stage import Stage, cut_stage
 from specdec.model.parallel.stages import StagePlan
 from specdec.model.parallel.surgery import cut_model
+from specdec.model.stored_tensors import named_tensors, prepared
 
 
 class StoredTensor:
@@ -106,60 +106,9 @@ def read_part(
             vocab = vocab if stage.is_last else None
         stored.update(_stored_tensors(model, whole, cuts, checkpoint.weight_files, note_read))
 
-    loaded: Any = _prepared(model_class, prepare)
+    loaded: Any = prepared(model_class, prepare)
     model, info = loaded.from_pretrained(None, config=config, state_dict=stored, **options)
     return ReadPart(model=model, info=info, vocab=vocab, stage=stage)
-
-
-def _prepared(
-    model_class: type[PreTrainedModel], prepare: Callable[[PreTrainedModel], None]
-) -> type[PreTrainedModel]:
-    """Return a class that is `model_class`, but for `prepare` being called at the end of its constructor."""
-    anything: Any = model_class
-
-    def initialise(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-        anything.__init__(self, *args, **kwargs)
-        prepare(self)
-
-    names = {
-        "__init__": initialise,
-        "__module__": model_class.__module__,
-        "__qualname__": model_class.__qualname__,
-    }
-    return type(model_class.__name__, (model_class,), names)
-
-
-class _Stored(NamedTuple):
-    """A tensor in a file, and the parameter of the whole model that it goes into."""
-
-    handle: Any
-    name: str
-    parameter: str
-    converter: Any
-    """What makes the parameter of it and others; None: it is the parameter."""
-    pattern: str | None
-    """Of the converter's sources, the one that it is."""
-
-
-def _stored(
-    model: PreTrainedModel, whole: dict[str, tuple[int, ...]], files: Sequence[Path]
-) -> Iterator[_Stored]:
-    """Go through all tensors of files, given the shapes of the whole model's parameters."""
-    # Internal to transformers, present in all versions that we run with.
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms: Any = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    for file in files:
-        handle: Any = safe_open(file, framework="pt")
-        for name in handle.keys():  # noqa: SIM118 - not a mapping
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, whole)
-            if target not in whole and name in whole:
-                target, pattern = name, None
-            converter = next((one for one in converters if pattern in one.source_patterns), None)
-            yield _Stored(handle, name, target, converter, pattern)
 
 
 def _stored_tensors(
@@ -175,7 +124,7 @@ def _stored_tensors(
     """
     names = model.state_dict().keys()
     found: dict[str, StoredTensor] = {}
-    for stored in _stored(model, whole, files):
+    for stored in named_tensors(model, whole, files):
         target = stored.parameter
         if target in whole and target not in names:
             continue
@@ -208,7 +157,7 @@ def read_whole(
                 group |= {target, source}
     whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found: dict[str, torch.Tensor] = {}
-    for stored in _stored(model, whole, checkpoint.weight_files):
+    for stored in named_tensors(model, whole, checkpoint.weight_files):
         for name, group in alike.items():
             if stored.parameter in group and stored.pattern is None and name not in found:
                 found[name] = stored.handle.get_tensor(stored.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -52,6 +53,40 @@ class TestTargetGroups:
         assert groups(*[GroupLoad(num_running=2)] * 2) == 1
         assert groups(*[GroupLoad(num_running=1, round_s=0.05)] * 2) == 2  # 0.1 s on one: too near
         assert groups(*[GroupLoad(num_running=1, round_s=0.02)] * 2) == 1
+
+    def test_full_is_who_has_no_memory_whatever_places_are_left(self) -> None:
+        assert groups(GroupLoad(num_running=2, kv_usage=0.7)) == 1
+        assert groups(GroupLoad(num_running=2, kv_usage=0.9)) == 2
+        assert groups(GroupLoad(num_running=8, kv_usage=0.1)) == 1  # places say more
+        assert groups(*[GroupLoad(num_running=2, kv_usage=0.5)] * 2) == 2  # one could not hold it
+        assert groups(*[GroupLoad(num_running=2, kv_usage=0.2)] * 2) == 1
+        assert groups(*[GroupLoad(num_running=2)] * 2) == 1
+
+    def test_who_waits_is_taken_to_need_as_much_memory_as_who_runs(self) -> None:
+        assert groups(GroupLoad(num_running=2, num_waiting=1, kv_usage=0.5)) == 1
+        assert groups(GroupLoad(num_running=2, num_waiting=2, kv_usage=0.5)) == 2
+        # Means over different moments: one request does not fill eighteen groups.
+        assert groups(*[GroupLoad(num_running=0.05, num_waiting=0.5, kv_usage=0.9)] * 4) == 7
+        assert groups(*[GroupLoad(num_running=0.01, num_waiting=0.1, kv_usage=0.3)] * 4) == 3
+
+    @pytest.mark.parametrize("num_requests", [1, 3])
+    def test_batches_of_one_request_do_not_get_faster(self, num_requests: int) -> None:
+        """Whatever the bound, no more groups than requests are wanted, and these stay."""
+        number = 1
+        for _ in range(5):
+            loads = [
+                GroupLoad(num_running=len(range(index, num_requests, number)), round_s=10.0)
+                for index in range(number)
+            ]
+            number = groups(*loads)
+        assert number == num_requests
+        spread = [GroupLoad(num_running=1, round_s=10.0)] * num_requests
+        assert groups(*spread, *[GroupLoad()] * 4) == num_requests
+
+    def test_large_batches_do(self) -> None:
+        assert groups(*[GroupLoad(num_running=4, round_s=0.15)] * 2) == 3
+        # Never more than there are requests: two groups, three of them, and twice the time.
+        assert groups(GroupLoad(num_running=2, round_s=0.2), GroupLoad(num_running=1, round_s=0.2)) == 3
 
     def test_nobody_there_is_idle(self) -> None:
         assert wanted_groups([], SEQS, TARGETS) == Wish(number=0, is_idle=True)
@@ -273,6 +308,37 @@ class TestInServe:
         assert numbers[4] == 1
         assert numbers[-1] == 1
         assert numbers[: numbers.index(4)] == sorted(numbers[: numbers.index(4)])
+
+    @pytest.mark.parametrize("knows_memory", [True, False])
+    def test_where_memory_is_the_limit_groups_do_not_come_and_go(self, knows_memory: bool) -> None:
+        """Fifteen clients, each with a request at all times; a group has memory for ten and places for 64.
+
+        Two groups leave most places free and nobody waiting. Who looks at that alone gives one up, and has
+        clients wait until it is there again: that is the negative control.
+        """
+        config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
+        policy = TargetGroupPolicy(config.model_dump(), 64)
+        number, state, numbers = 1, {}, [1]
+        for second in range(600):
+            reports = {}
+            for index in range(number):
+                own = len(range(index, 15, number))
+                running = min(own, 10)
+                metrics = {
+                    "num_requests_running": float(running),
+                    "num_requests_waiting": float(own - running),
+                    "queue_wait_seconds": 0.5 * (own - running),
+                    "kv_cache_usage_perc": running / 10 if knows_memory else 0.0,
+                }
+                reports[f"replica{index}"] = group_stats(metrics, round_s=0.01)
+            at_s = 5000.0 + second
+            number, state = policy(context(reports, target=number, now_s=at_s, state=state, bounds=(1, 4)))
+            numbers.append(number)
+        num_changes = sum(before != after for before, after in itertools.pairwise(numbers))
+        if knows_memory:
+            assert (num_changes, numbers[-1]) == (1, 2)
+        else:
+            assert num_changes > 10
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_reports_that_are_no_numbers_are_as_if_they_had_not_come(self, value: float) -> None:

@@ -7,6 +7,8 @@ import codecs
 import json
 import math
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +310,54 @@ def test_a_line_of_results_begins_as_the_reader_expects() -> None:
     """Else a line that was cut off would be taken for another program's."""
     result = result_of_bad_line(BadLine(number=1, custom_id=None, message="x"))
     assert msgspec.json.encode(result).startswith(b'{"id":"')
+
+
+def test_a_second_run_is_refused_and_takes_nothing_away(tmp_path: Path) -> None:
+    """It would take the line that the first is just writing for one that was cut off."""
+    out = tmp_path / "out"
+    failure = result_of_bad_line(BadLine(number=1, custom_id=None, message="x"))
+    with ResultsFile(out) as first:
+        first.write(failure)
+        for drop_failures in (False, True):
+            with pytest.raises(ConfigError, match=rf"{out} is being written by another run"):
+                ResultsFile(out, drop_failures=drop_failures)
+        first.write(failure)
+        assert len(results_of(out)) == 2
+    with ResultsFile(out) as second:
+        assert second.num_failures == 2
+
+
+def test_a_file_without_failures_is_locked_as_the_one_before_was(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ResultsFile(out) as file:
+        file.write(result_of_bad_line(BadLine(number=1, custom_id=None, message="x")))
+    with ResultsFile(out, drop_failures=True):
+        assert not results_of(out)
+        with pytest.raises(ConfigError, match="another run"):
+            ResultsFile(out)
+    with ResultsFile(out) as file:
+        assert file.num_results == 0
+
+
+def test_a_process_that_is_killed_locks_nobody_out(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = (
+        "import sys, time; from pathlib import Path; from deploy.batch.results import ResultsFile\n"
+        "file = ResultsFile(Path(sys.argv[1])); print('open', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, out], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n"
+        with pytest.raises(ConfigError, match="another run"):
+            ResultsFile(out)
+        process.kill()
+    with ResultsFile(out) as file:
+        assert file.num_results == 0
+
+
+def test_what_is_refused_is_locked_no_more(tmp_path: Path) -> None:
+    out = write(tmp_path / "out", "somebody's diary")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="is it a result of"):
+            ResultsFile(out)
+    assert out.read_text() == "somebody's diary\n"

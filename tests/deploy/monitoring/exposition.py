@@ -26,6 +26,8 @@ GAUGES: Mapping[str, float] = {
     "num_requests_without_group": 0,
     "num_workers": 0,
     "scales_to_zero": 0,
+    "target_groups_wanted": 2,
+    "draft_workers_wanted": 3,
     "speculation_pool_worth": 1.6,
     "speculation_on": 1,
 }
@@ -55,6 +57,7 @@ _LABEL_VALUES = {
     "position": "0",
     "mode": "ping_pong",
     "le": "0.05",
+    "epoch": "1",
 }
 
 

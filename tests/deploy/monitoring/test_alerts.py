@@ -25,6 +25,7 @@ MINUTES = 150
 """Of each history: longer than any alert has to last, shorter than the longest window."""
 GROWS, RESTS = f"0+60x{MINUTES}", f"0x{MINUTES}"
 ANSWERS = f'{PREFIX}http_requests_total{{job="drafthouse",route="/v1/completions",status="%s"}}'
+HEALTH = f'{PREFIX}http_requests_total{{job="drafthouse",route="/health",status="%s"}}'
 FAILED_STREAMS = f'{PREFIX}streams_failed_total{{job="drafthouse",code="coordinator_lost"}}'
 FIRST_TOKENS = f"{PREFIX}time_to_first_token_seconds"
 DELIVERIES = f"{PREFIX}inter_token_latency_seconds"
@@ -61,6 +62,8 @@ def well() -> dict[str, str]:
         ANSWERS % 200: GROWS,
         ANSWERS % 429: RESTS,
         ANSWERS % 500: RESTS,
+        HEALTH % 200: f"0+12x{MINUTES}",
+        HEALTH % 503: RESTS,
         FAILED_STREAMS: RESTS,
         f'{PREFIX}http_requests_in_progress{{job="drafthouse"}}': gauge(3),
         f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': GROWS,
@@ -98,12 +101,18 @@ FAULTS: Mapping[str, Mapping[str, str] | None] = {
     "DrafthouseLossyTokens": {series("spec_decode_num_lossy_tokens"): GROWS},
     "DrafthouseTargetsDie": {series("target_losses"): f"0+1x{MINUTES}"},
     "DrafthouseFailovers": {series("failovers"): f"0+1x{MINUTES}"},
+    "DrafthouseTargetGroupsMissing": {series("target_groups_wanted"): gauge(3)},
+    "DrafthouseDraftWorkersMissing": {series("draft_workers"): gauge(1)},
     "DrafthouseCompileFailed": {workers("failed"): gauge(1)},
     "DrafthouseCompilePending": {workers("pending"): gauge(1)},
     "DrafthouseMessagesDropped": {series("channel_messages_dropped"): GROWS},
 }
 """What is not as in a cluster that is well; None: nothing is scraped."""
-ALSO = {"DrafthouseErrorBudgetBurnsFast": {"DrafthouseErrorBudgetBurnsSlowly"}}
+ALSO = {
+    "DrafthouseErrorBudgetBurnsFast": {"DrafthouseErrorBudgetBurnsSlowly"},
+    "DrafthouseNoTargetGroup": {"DrafthouseTargetGroupsMissing"},
+    "DrafthouseDraftPoolEmpty": {"DrafthouseDraftWorkersMissing"},
+}
 """Others that the same fault fires, and rightly."""
 VARIED = (
     "DrafthouseMetricsAbsent",
@@ -112,8 +121,10 @@ VARIED = (
     "DrafthouseDraftPoolFull",
     "DrafthouseAcceptanceFell",
     "DrafthouseCompilePending",
+    "DrafthouseTargetGroupsMissing",
 )
-"""One of each kind: nothing scraped, a share of answers, late ones, two series at once, a fall, a state."""
+"""One of each kind: nothing scraped, a share of answers, late ones, two series at once, a fall, a state, a
+difference."""
 
 
 def promtool(*arguments: object) -> str:
@@ -211,6 +222,34 @@ def test_one_request_that_fails_where_there_are_few_wakes_nobody(tmp_path: Path)
 
 
 @needs_promtool
+def test_answers_of_other_routes_are_no_part_of_what_was_promised(tmp_path: Path) -> None:
+    """A balancer asks for /health sixty times a minute, and hears 503 while a model loads; or 200, while
+    every fiftieth of the few requests for text fails, or half of them is turned away."""
+    checked = {HEALTH % 200: f"0+600x{MINUTES}"}
+    burns = {"DrafthouseErrorBudgetBurnsFast", "DrafthouseErrorBudgetBurnsSlowly"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | {HEALTH % 503: GROWS}, set()),
+            scenario(well() | {ANSWERS % 200: RESTS, HEALTH % 503: GROWS}, set()),
+            scenario(well() | checked | {ANSWERS % 500: f"0+2x{MINUTES}"}, burns),
+            scenario(well() | checked | {ANSWERS % 429: f"0+30x{MINUTES}"}, {"DrafthouseTurnsAway"}),
+        ],
+    )
+
+
+@needs_promtool
+def test_what_is_missing_for_a_while_only_is_not_missed(tmp_path: Path) -> None:
+    """A model takes minutes to load after autoscaling has asked for it."""
+    wanted, there = series("target_groups_wanted"), series("coordinators")
+    for minutes, firing in ((10, set()), (25, {"DrafthouseTargetGroupsMissing"})):
+        asked = {wanted: f"2x{MINUTES - minutes} 3x{minutes}"}
+        run_scenarios(tmp_path, [scenario(well() | asked, firing)])
+    surplus = {there: gauge(4), series("draft_workers"): gauge(9)}
+    run_scenarios(tmp_path, [scenario(well() | surplus, set())])
+
+
+@needs_promtool
 def test_a_door_that_counts_no_failed_streams_is_judged_by_its_answers(tmp_path: Path) -> None:
     """In an update doors of an older version are scraped beside."""
     before = {name: values for name, values in well().items() if name != FAILED_STREAMS}
@@ -235,26 +274,29 @@ def test_there_are_no_draft_workers_to_be_worth_anything(tmp_path: Path) -> None
     slower = {**well(), series("speculation_pool_worth"): gauge(0.9)}
     without_pool = {name: values for name, values in slower.items() if name != series("draft_workers")}
     empty_pool = {**slower, series("draft_workers"): gauge(0)}
-    run_scenarios(
-        tmp_path, [scenario(without_pool, set()), scenario(empty_pool, {"DrafthouseDraftPoolEmpty"})]
-    )
+    missed = {"DrafthouseDraftPoolEmpty", "DrafthouseDraftWorkersMissing"}
+    run_scenarios(tmp_path, [scenario(without_pool, set()), scenario(empty_pool, missed)])
 
 
 @needs_promtool
 def test_there_need_be_nobody_where_nobody_asks(tmp_path: Path) -> None:
     """With min_groups and min_workers 0. A model takes minutes to load, in which the first requests wait."""
-    at_rest = {series("coordinators"): gauge(0), series("draft_workers"): gauge(0)} | {
-        series("scales_to_zero").replace("target", part): gauge(1) for part in ("target", "draft")
-    }
-    waiting = series("num_requests_without_group")
-    loading = {**at_rest, waiting: f"0x{MINUTES - 9} 1x8"}
-    in_vain = {**at_rest, waiting: f"0x{MINUTES - 20} 1x20"}
+    at_rest = {
+        series(name): gauge(0)
+        for name in ("coordinators", "draft_workers", "target_groups_wanted", "draft_workers_wanted")
+    } | {series("scales_to_zero").replace("target", part): gauge(1) for part in ("target", "draft")}
+    waiting, wanted = series("num_requests_without_group"), series("target_groups_wanted")
+    loading = dict.fromkeys((waiting, wanted), f"0x{MINUTES - 9} 1x8")
+    in_vain = dict.fromkeys((waiting, wanted), f"0x{MINUTES - 20} 1x20")
+    missed = {"DrafthouseNoTargetGroup", "DrafthouseTargetGroupsMissing"}
     run_scenarios(
         tmp_path,
         [
             scenario(well() | at_rest, set()),
-            scenario(well() | loading, set()),
-            scenario(well() | in_vain, {"DrafthouseNoTargetGroup"}),
+            scenario(well() | at_rest | loading, set()),
+            scenario(well() | at_rest | in_vain, missed),
+            # Autoscaling has asked for one, and nobody waits any more.
+            scenario(well() | at_rest | {wanted: gauge(1)}, {"DrafthouseTargetGroupsMissing"}),
         ],
     )
 
@@ -327,7 +369,11 @@ def test_an_alert_is_about_one_of_several_models(tmp_path: Path) -> None:
         }
     test = scenario(history, set())
     fired = 'count by (alertname, model_name) (ALERTS{alertstate="firing"})'
-    names = ("DrafthouseNoTargetGroup", "DrafthouseDraftPoolNotWorth")
+    names = (
+        "DrafthouseNoTargetGroup",
+        "DrafthouseTargetGroupsMissing",
+        "DrafthouseDraftPoolNotWorth",
+    )
     labels = [f'{{alertname="{name}", model_name="small"}}' for name in sorted(names)]
     expected = [{"labels": one, "value": 1} for one in labels]
     alert = {

@@ -474,7 +474,13 @@ def test_the_shortest_time_counts(
     body = {"prompt": "abc", "n": 2, "timeout_s": body_s}
     headers = {} if header_s is None else {"X-Request-Timeout": header_s}
     assert door.post("/v1/completions", body, headers=headers).status_code == 200
-    assert [request.timeout_s for request in door.service.requests] == [expected_s] * 2
+    for request in door.service.requests:
+        if expected_s is None:
+            assert request.timeout_s is None
+        else:  # less what the door has needed so far
+            assert request.timeout_s is not None
+            assert expected_s - 0.5 < request.timeout_s <= expected_s
+    assert len(door.service.requests) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -360,14 +360,15 @@ def test_what_a_file_may_hold(tmp_path: Path) -> None:
         "# comment",
         f"alice sha256:{DIGEST} tokens_per_minute=5 max_concurrency=2",
         f"  {digest_api_key('x').hex().upper()}  ",
-        f"bob {digest_api_key('y').hex()}",
+        f"bob {digest_api_key('y').hex()} min_priority=-10",
     )
     alice, unnamed, bob = read_api_keys(file)
     assert (alice.name, alice.max_concurrency, alice.tokens_per_minute) == ("alice", 2, 5)
     assert alice.digest == digest_api_key("right")
     assert unnamed.digest == digest_api_key("x")
     assert unnamed.name == f"key-{digest_api_key('x').hex()[:8]}"
-    assert (bob.name, bob.max_concurrency) == ("bob", None)
+    assert (bob.name, bob.max_concurrency, bob.min_priority) == ("bob", None, -10)
+    assert (alice.min_priority, unnamed.min_priority) == (0, 0)
     write(file, *map(line_of, (alice, unnamed, bob)))
     assert read_api_keys(file) == (alice, unnamed, bob)
 
@@ -391,6 +392,9 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
         (f"alice sha256:{DIGEST} max_concurrency=0", "word 3"),
         (f"{DIGEST} max_concurrency=1 secret", "word 3"),
         (f"alice sha256:{DIGEST} max_concurrency=1 max_concurrency=2", "word 4"),
+        (f"alice sha256:{DIGEST} min_priority=-1001", "word 3"),
+        (f"alice sha256:{DIGEST} min_priority=1 min_priority=1", "word 4"),
+        (f"alice sha256:{DIGEST} min_priority=", "word 3"),
         (f"alice sha256:{digest_api_key('first').hex()}", "digest of another line (the key named first)"),
         (f"first sha256:{DIGEST}", "name of another line (first)"),
     ],
@@ -418,7 +422,17 @@ def test_a_key_as_it_is_works_with_a_warning(tmp_path: Path, caplog: pytest.LogC
 
 WORD = st.one_of(
     st.sampled_from(
-        ["alice", f"sha256:{DIGEST}", DIGEST, "max_concurrency=3", "tokens_per_minute=0", "#", "="]
+        [
+            "alice",
+            f"sha256:{DIGEST}",
+            DIGEST,
+            "max_concurrency=3",
+            "tokens_per_minute=0",
+            "min_priority=-3",
+            "min_priority=9999",
+            "#",
+            "=",
+        ]
     ),
     st.text(min_size=1, max_size=70),
 )
@@ -455,3 +469,119 @@ def test_whatever_is_sent_for_a_key_it_is_a_401(value: bytes) -> None:
 def test_digests_are_not_shown_either() -> None:
     assert DIGEST not in repr(DoorSettings(api_keys=(key_of("right"),)))
     assert repr(digest_api_key("right")) not in repr(key_of("right"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "given"),
+    [
+        ({}, None, 0),
+        ({}, -1000, 0),
+        ({}, 7, 7),
+        ({"min_priority": -5}, -1000, -5),
+        ({"min_priority": -5}, None, 0),
+        ({"min_priority": 100}, None, 100),
+        ({"min_priority": 100}, 1000, 1000),
+    ],
+)
+def test_no_request_is_more_urgent_than_its_key_allows(
+    limits: dict[str, int], asked: int | None, given: int
+) -> None:
+    door = LimitedDoor(key_of("key", **limits))
+    fields = {} if asked is None else {"priority": asked}
+    assert door.ask("key", n=2, **fields).status_code == 200
+    assert [request.priority for request in door.service.requests] == [given] * 2
+
+
+def test_without_keys_every_priority_may_be_had() -> None:
+    door = Door()
+    door.complete(priority=-1000)
+    assert [request.priority for request in door.service.requests] == [-1000]
+
+
+NO_JSON = b"{"
+"""Told at once by whoever parses it."""
+
+
+def ask_raw(door: LimitedDoor, content: bytes) -> httpx.Response:
+    return door.post("/v1/completions", content=content, headers={"Authorization": "Bearer key"})
+
+
+def test_what_a_key_may_not_have_is_not_even_parsed() -> None:
+    door = LimitedDoor(key_of("key", tokens_per_minute=TOKENS))
+    assert ask_raw(door, NO_JSON).status_code == 400
+    assert door.ask("key").status_code == 200
+    assert ask_raw(door, NO_JSON).status_code == 429
+    text = door.get("/metrics").text
+    assert 'ray_drafthouse_api_key_refusals_total{key="of-key",limit="tokens"} 1.0' in text
+    door.clock.advance(60)
+    assert ask_raw(door, NO_JSON).status_code == 400
+
+
+class SlowTokenizer(HuggingFaceTokenizer):
+    """Reads a text when it is told to."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self.go_on = asyncio.Event()
+        self.num_asked = 0
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        self.num_asked += 1
+        await self.go_on.wait()
+        return await super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_requests_that_are_being_read_count_as_running() -> None:
+    """Else all that a key sends at once would be read, whatever it may have."""
+    door = LimitedDoor(key_of("key", max_concurrency=2), key_of("other", max_concurrency=1))
+    tokenizer = SlowTokenizer(door.tokenizer)
+    door.app = create_app(door.service, door.settings, tokenizer, door.ring)
+
+    async def run() -> None:
+        asked = [asyncio.create_task(door.asked("key")) for _ in range(6)]
+        other = asyncio.create_task(door.asked("other"))
+        while sum(task.done() for task in asked) < 4 or tokenizer.num_asked < 3:
+            await asyncio.sleep(0)
+        assert tokenizer.num_asked == 3
+        tokenizer.go_on.set()
+        answers = [await task for task in asked]
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429, 429]
+        assert (await other).status_code == 200
+        many = await door.asked("key", n=2)
+        assert many.status_code == 200, "nothing is counted twice, and all places are free again"
+        tokenizer.go_on.clear()
+        left = asyncio.create_task(door.asked("other"))
+        while tokenizer.num_asked < 5:
+            await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        tokenizer.go_on.set()
+        assert (await door.asked("other")).status_code == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_time_runs_while_a_text_waits_to_be_read(path: str) -> None:
+    class Stuck(SlowTokenizer):
+        async def encode_chat(self, *_: Any, **__: Any) -> tuple[int, ...]:
+            return await self.encode("abc", add_special_tokens=True)
+
+    door = Door()
+    tokenizer = Stuck(door.tokenizer)
+    door.app = create_app(door.service, door.settings, tokenizer)
+    what = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "abc"}
+
+    async def run() -> None:
+        late = await door.send("POST", path, json=what | {"timeout_s": 0.05})
+        assert late.status_code == 504
+        assert error_of(late)["code"] == "request_timeout"
+        assert "longer than 0.05 s" in error_of(late)["message"]
+        assert not door.service.requests
+        asyncio.get_running_loop().call_later(0.1, tokenizer.go_on.set)
+        assert (await door.send("POST", path, json=what | {"timeout_s": 20})).status_code == 200
+        (request,) = door.service.requests
+        assert request.timeout_s is not None
+        assert 0 < request.timeout_s < 19.95, "what has passed is no more there"
+
+    asyncio.run(run())

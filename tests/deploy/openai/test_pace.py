@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
@@ -12,13 +12,18 @@ from starlette.types import Message
 
 from deploy.openai import pace
 from deploy.openai.app import create_app
+from deploy.openai.metrics import DoorMetrics
 from deploy.openai.pace import Pace
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.errors import CapacityError
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
 from tests.architectures import make_tokenizer
 from tests.deploy.openai.fakes import ScriptedService
 
 PIECES = tuple(f"{number} " for number in range(100))
+ITL = "ray_drafthouse_inter_token_latency_seconds"
 NEVER = 1e-6
 """Deliveries per second: as seldom as may be."""
 
@@ -27,12 +32,17 @@ class Client:
     """One that reads a stream, message by message."""
 
     def __init__(self, service: ScriptedService, settings: DoorSettings) -> None:
-        self._app = create_app(service, settings, HuggingFaceTokenizer(make_tokenizer()))
+        self.metrics = DoorMetrics()
+        self._app = create_app(
+            service, settings, HuggingFaceTokenizer(make_tokenizer()), metrics=self.metrics
+        )
         self._is_asked = False
         self.deliveries: list[bytes] = []
+        self.fields: dict[str, Any] = {}
 
     async def read(self) -> None:
-        body = json.dumps({"model": "scripted", "prompt": "x", "stream": True, "max_tokens": 100}).encode()
+        fields = {"model": "scripted", "prompt": "x", "stream": True, "max_tokens": 100} | self.fields
+        body = json.dumps(fields).encode()
         headers = [(b"content-length", str(len(body)).encode())]
         scope = {
             "type": "http",
@@ -59,6 +69,12 @@ class Client:
                 self.deliveries.append(message["body"])
 
         await self._app(scope, receive, send)
+
+    def gaps(self) -> tuple[float, float]:
+        """Return number and sum of the times between deliveries, as the door's metrics have them."""
+        values = [self.metrics.registry.get_sample_value(f"{ITL}_{name}") for name in ("count", "sum")]
+        assert None not in values
+        return values[0] or 0.0, values[1] or 0.0
 
     @property
     def events(self) -> list[Any]:
@@ -142,3 +158,47 @@ def test_what_came_before_a_failure_is_delivered(num_pieces: int) -> None:
     client = read(ScriptedService(fail_after=num_pieces), max_deliveries_per_s=NEVER)
     assert len(client.pieces) == num_pieces
     assert "error" in client.events[-1]
+
+
+class Steady(ScriptedService):
+    """A token every two milliseconds."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        async for output in super().generate(request):
+            yield output
+            await asyncio.sleep(0.002)
+
+
+def test_times_between_tokens_are_those_that_clients_see() -> None:
+    """Where tokens are gathered for a tenth of a second, that, though each comes after two milliseconds."""
+    seldom = read(Steady(pieces=PIECES), max_deliveries_per_s=10.0)
+    number, seconds = seldom.gaps()
+    assert number == len(seldom.deliveries) - 1
+    assert seconds / number > 0.05
+    often = read(Steady(pieces=PIECES), max_deliveries_per_s=1e9)
+    number, seconds = often.gaps()
+    assert number == len(often.deliveries) - 1 > 50
+    assert seconds / number < 0.05
+
+
+def test_each_choice_has_times_of_its_own_however_deliveries_are_shared() -> None:
+    pieces = tuple(f"{number} " for number in range(8))
+    client = Client(ScriptedService(pieces=pieces), DoorSettings(max_deliveries_per_s=1e9))
+    client.fields = {"n": 3}
+    asyncio.run(asyncio.wait_for(client.read(), 60))
+    number, _ = client.gaps()
+    assert 0 < number <= 3 * min(len(client.deliveries), len(pieces) - 1)
+    first = client.metrics.registry.get_sample_value("ray_drafthouse_time_to_first_token_seconds_count")
+    ends = client.metrics.registry.get_sample_value("ray_drafthouse_e2e_request_latency_seconds_count")
+    assert (first, ends) == (3.0, 3.0)
+
+
+def test_what_is_not_delivered_is_not_timed() -> None:
+    """A refusal, and a failure before the first token."""
+    for service in (
+        ScriptedService(refuse_with=CapacityError("full", retry_after_s=1)),
+        ScriptedService(fail_after=0),
+    ):
+        client = Client(service, DoorSettings())
+        asyncio.run(asyncio.wait_for(client.read(), 60))
+        assert client.gaps() == (0.0, 0.0)

@@ -12,10 +12,14 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.desk import FAILED_REPEATEDLY
 from deploy.openai.app import create_app
 from deploy.openai.keys import ApiKey, digest_api_key
+from deploy.openai.resumption import FailedForGood
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.clock import ManualClock
+from specdec.core.errors import RequestFailed
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
 from specdec.engine.async_engine import AsyncEngine
@@ -351,3 +355,120 @@ def test_a_failed_replay_is_an_error_and_no_stream() -> None:
     assert response.status_code == 500
     assert error_of(response)["code"] == "non_finite_logits"
     assert json.loads(response.content)["error"]["message"] == "logits are not finite"
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"prompt": "abc"}, 16),
+        ({"prompt": "abc", "max_tokens": 3}, 3),
+        ({"prompt": "abc", "max_tokens": 3, "n": 2}, 3),
+        ({"messages": [{"role": "user", "content": "abc"}]}, None),
+    ],
+)
+def test_positions_beyond_what_may_be_generated_run_nothing(body: dict[str, Any], most: int | None) -> None:
+    """The number is the client's: it would be generated again up to there."""
+    door = Door()
+    path, body = f"/v1/{'chat/' if 'messages' in body else ''}completions", body | {"stream": True}
+    event_id = last_id(door.post(path, body))
+    if most is None:
+        most = DESCRIPTION.max_model_len - len(door.service.requests[0].prompt_token_ids)
+    num_before = len(door.service.requests)
+    place = event_id.split(":")[1]
+    for num_tokens in (most + 1, 100_000, 999_999_999):
+        forged = event_id.replace(f":{place}:", f":{re.sub(r'[0-9]+', str(num_tokens), place, count=1)}:")
+        response = door.post(path, body, headers={"Last-Event-ID": forged})
+        assert response.status_code == 400
+        assert error_of(response)["code"] == "resume_mismatch"
+    assert len(door.service.requests) == num_before
+    assert not door.service.recalls
+    possible = event_id.replace(f":{place}:", f":{re.sub(r'[0-9]+', str(most), place, count=1)}:")
+    door.post(path, body, headers={"Last-Event-ID": possible})
+    assert len(door.service.requests) > num_before, "it is generated again"
+    assert door.service.requests[num_before].params.max_tokens == most
+
+
+def charged(door: Door, key: str) -> float:
+    text = door.get("/metrics").text
+    (line,) = (line for line in text.splitlines() if line.startswith(f'{CHARGED}{{key="{key}"}}'))
+    return float(line.split()[-1])
+
+
+CHARGED = "ray_drafthouse_api_key_tokens_total"
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_generated_again_is_charged(is_known: bool) -> None:
+    key = ApiKey(name="mine", digest=digest_api_key("mine"))
+    door = Door(HoldingBack(), settings=DoorSettings(api_keys=(key,)))
+    headers = {"Authorization": "Bearer mine"}
+    event_id = last_id(door.post("/v1/completions", {"prompt": "abc", "stream": True}, headers=headers))
+    before = charged(door, "mine")
+    assert before == 3 + 5
+    if is_known:
+        door.service.remembered = [(f"{event_id.partition(':')[0]}-0", (5, 6, 7))]
+    assert resume(door, event_id, headers).status_code == 200
+    replayed = 0 if is_known else 3 + 5  # (the script knows nothing of `max_tokens`)
+    assert charged(door, "mine") - before == 3 + 3 + replayed
+
+
+def test_a_replay_that_is_in_vain_is_charged() -> None:
+    key = ApiKey(name="mine", digest=digest_api_key("mine"), tokens_per_minute=20)
+    door = Door(settings=DoorSettings(api_keys=(key,)))
+    headers = {"Authorization": "Bearer mine"}
+    event_id = last_id(door.post("/v1/completions", {"prompt": "abc", "stream": True}, headers=headers))
+    forged = re.sub(r"\.[0-9a-f]+$", ".1", event_id)
+    codes = [error_of(resume(door, forged, headers))["code"] for _ in range(4)]
+    assert codes == ["resume_lost", "resume_lost", "rate_limit_exceeded", "rate_limit_exceeded"]
+
+
+def failing_for_good() -> tuple[Door, list[Event]]:
+    failure = RequestFailed("it took its workers down", code=FAILED_REPEATEDLY)
+    door = Door(ScriptedService(fail_after=2, failure=failure))
+    events = events_of(door.complete(stream=True))
+    assert events[-2][1]["error"]["code"] == FAILED_REPEATEDLY
+    door.service.fail_after = None
+    return door, events
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_stream_that_takes_workers_down_is_not_gone_on_with(number: int) -> None:
+    door, events = failing_for_good()
+    for _ in range(2):
+        response = resume(door, str(events[number][0]))
+        assert response.status_code == 500
+        assert response.headers["x-should-retry"] == "false"
+        assert error_of(response) == events[-2][1]["error"]
+    assert len(door.service.requests) == 1, "nothing was begun again"
+    assert not door.service.recalls
+    assert door.complete(stream=True).status_code == 200, "another response is another matter"
+
+
+def test_streams_that_failed_otherwise_are_gone_on_with() -> None:
+    failure = RequestFailed("gone", code="coordinator_lost")
+    door = Door(ScriptedService(fail_after=2, failure=failure))
+    events = events_of(door.complete(stream=True))
+    door.service.fail_after = None
+    assert resume(door, str(events[1][0])).status_code == 200
+
+
+def test_failures_are_remembered_while_clients_may_come_back() -> None:
+    clock = ManualClock()
+    failed = FailedForGood(clock)
+    error = RequestFailed("down", code=FAILED_REPEATEDLY)
+    failed.note("a", error, 60.0)
+    failed.note("b", RequestFailed("other", code="other"), 60.0)
+    failed.note("c", error, 0.0)
+    failed.check("b")
+    failed.check("c")
+    clock.advance(59)
+    with pytest.raises(RequestFailed, match="down"):
+        failed.check("a")
+    clock.advance(2)
+    failed.check("a")
+    for number in range(5000):
+        failed.note(str(number), error, 60.0)
+    failed.check("0")
+    with pytest.raises(RequestFailed):
+        failed.check("4999")
+    assert len(failed._failures) == 1024

@@ -12,8 +12,15 @@ import pytest
 from starlette.types import Message, Scope
 
 from deploy.openai.app import create_app
+from deploy.openai.serve_headers import ServeHeaders
 from deploy.openai.settings import DoorSettings
-from deploy.openai.slow_readers import WRITE_TIMEOUT_HEADER, SlowReaders, proxy_middlewares
+from deploy.openai.slow_readers import (
+    LEAST_BYTES_PER_S,
+    WRITE_TIMEOUT_HEADER,
+    Patience,
+    SlowReaders,
+    proxy_middlewares,
+)
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
@@ -116,9 +123,13 @@ def test_more_than_may_wait_at_once_is_read_all_the_same(stream: bool, n: int) -
 
 
 @pytest.mark.parametrize(("header", "is_given_up"), [("0.05", True), ("soon", False), (None, False)])
-def test_in_serve_s_proxy_the_response_says_how_long(header: str | None, is_given_up: bool) -> None:
-    (middleware,) = proxy_middlewares()
+def test_in_serve_s_proxy_the_response_says_how_long(
+    header: str | None, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", {})
+    middleware, headers = proxy_middlewares()
     assert middleware.cls is SlowReaders
+    assert headers.cls is ServeHeaders
 
     async def scenario() -> None:
         heard: list[Message] = []
@@ -144,3 +155,73 @@ def test_in_serve_s_proxy_the_response_says_how_long(header: str | None, is_give
         serving.cancel()
 
     asyncio.run(scenario())
+
+
+BUFFER_BYTES = 48 << 10
+"""What uvicorn takes after a wait, before it waits again."""
+PART_BYTES = 1 << 10
+
+
+def seconds_held(bytes_per_s: float, total_bytes: int, part_bytes: int = PART_BYTES) -> tuple[float, bool]:
+    """Send a response that is all there to a client that drains its buffer so fast.
+
+    Return how long it held it, and whether it got everything.
+    """
+    patience, now_s, num_buffered = Patience(30.0), 0.0, 0
+    for _ in range(0, total_bytes, part_bytes):
+        until_s = patience.begin(now_s)
+        if num_buffered >= BUFFER_BYTES:
+            wait_s = num_buffered / bytes_per_s
+            if now_s + wait_s > until_s:
+                return until_s, False
+            now_s, num_buffered = now_s + wait_s, 0
+        patience.end(now_s, part_bytes)
+        num_buffered += part_bytes
+        now_s += 1e-4
+    return now_s, True
+
+
+@pytest.mark.parametrize("part_bytes", [256, PART_BYTES, BUFFER_BYTES, 8 << 20])
+@pytest.mark.parametrize("drains_every_s", [2.0, 15.0, 29.0])
+def test_who_takes_a_buffer_now_and_then_is_not_kept_for_long(drains_every_s: float, part_bytes: int) -> None:
+    held_s, is_complete = seconds_held(BUFFER_BYTES / drains_every_s, 64 << 20, part_bytes)
+    in_time_s = 30 + (64 << 20) / LEAST_BYTES_PER_S
+    assert held_s <= in_time_s
+    assert is_complete == (BUFFER_BYTES / drains_every_s >= LEAST_BYTES_PER_S)
+    if part_bytes <= PART_BYTES and drains_every_s > 3:
+        assert held_s < 45
+    each_alone_s = (64 << 20) / BUFFER_BYTES * drains_every_s
+    assert is_complete or each_alone_s > 2 * held_s, "a limit for each part alone would not have ended it"
+
+
+@pytest.mark.parametrize("part_bytes", [100, PART_BYTES, 100 << 10, 8 << 20])
+def test_a_slow_and_steady_link_gets_a_long_response(part_bytes: int) -> None:
+    held_s, is_complete = seconds_held(1.25 * LEAST_BYTES_PER_S, 32 << 20, part_bytes)
+    assert is_complete
+    assert part_bytes > BUFFER_BYTES or held_s > 1000
+
+
+def test_what_a_stream_is_behind_is_forgotten_while_nothing_is_to_be_sent() -> None:
+    """A link that stalls now and then, under tokens that come slowly."""
+    patience, now_s = Patience(30.0), 0.0
+    for _ in range(20):
+        assert patience.begin(now_s) >= now_s + 29
+        patience.end(now_s + 25, 300)
+        now_s += 25 + 40
+    assert patience.begin(now_s) >= now_s + 29
+    patience.end(now_s + 25, 300)
+    assert patience.begin(now_s + 25) < now_s + 25 + 6, "without a pause it is still behind"
+
+
+def test_who_drains_a_little_now_and_then_is_gone() -> None:
+    """On a real connection: each part alone is taken in time."""
+    service = ScriptedService(pieces=(PIECE[:1024],) * NUM_PIECES * 4)
+    settings = DoorSettings(write_timeout_s=0.5, max_unread_outputs=4 * NUM_PIECES)
+    app = create_app(service, settings, HuggingFaceTokenizer(make_tokenizer()))
+    with live_server(app) as url, ask(url) as connection:
+        until_s = time.monotonic() + 60
+        while not service.closed:
+            connection.recv(2048)
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+    assert len(service.closed) == 1

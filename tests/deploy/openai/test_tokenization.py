@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from deploy.openai import tokenization
 from deploy.openai.tokenization import INLINE_CHARACTERS, HuggingFaceTokenizer
-from specdec.core.errors import InputError
+from specdec.core.errors import CapacityError, InputError
 from tests.architectures import make_tokenizer
 
 
@@ -84,3 +86,64 @@ def test_model_without_chat_template() -> None:
     tokenizer = HuggingFaceTokenizer(make_tokenizer())
     with pytest.raises(InputError, match="no chat template"):
         asyncio.run(tokenizer.encode_chat([{"role": "user", "content": "x"}], add_generation_prompt=True))
+
+
+def test_no_more_waits_for_the_tokenizer_than_it_can_read_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = INLINE_CHARACTERS + 1
+    monkeypatch.setattr(tokenization, "MAX_WAITING_CHARACTERS", 3 * size)
+    tokenizer = HuggingFaceTokenizer(byte_level())
+    go_on = threading.Event()
+    read: list[str] = []
+
+    def encode_slowly(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        assert go_on.wait(20)
+        read.append(text)
+        return (len(text),)
+
+    async def run() -> None:
+        def ask(text: str) -> asyncio.Task[tuple[int, ...]]:
+            return asyncio.create_task(tokenizer.encode(text, add_special_tokens=False))
+
+        first = ask("a" * 10 * size)  # too much, but nothing waits
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError) as refused:
+            await ask("b" * size)
+        assert refused.value.retry_after_s > 0
+        go_on.set()
+        assert await first == (10 * size,)
+        go_on.clear()
+        tasks = [ask(letter * size) for letter in "cde"]
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError):
+            await ask("f" * size)
+        tasks[1].cancel()  # its client has left, or its time is up: its place is free, and it is not read
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        last = ask("g" * size)
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(tasks[0], tasks[2], last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "_encode", encode_slowly)
+        asyncio.run(run())
+    assert [text[0] for text in read] == ["a", "c", "e", "g"]
+    assert len(encode(tokenizer, "a" * size)) == size
+
+
+def test_tools_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "MAX_WAITING_CHARACTERS", 10_000)
+    plain = make_tokenizer()
+    plain.chat_template = "{{ tools }}"
+    tokenizer = HuggingFaceTokenizer(plain)
+    tools = [{"name": "x" * 9_000}]
+
+    async def run() -> list[object]:
+        asked = (
+            tokenizer.encode_chat([{"role": "user", "content": "a"}], add_generation_prompt=True, tools=tools)
+            for _ in range(3)
+        )
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    first, *others = asyncio.run(run())
+    assert isinstance(first, tuple)
+    assert all(isinstance(other, CapacityError) for other in others)

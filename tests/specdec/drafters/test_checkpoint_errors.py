@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -384,6 +387,49 @@ def test_files_that_cannot_be_read(
         load_drafter(folder, target.parts)
 
 
+@pytest.mark.parametrize(
+    ("file", "converted", "content"),
+    [
+        ("medusa_lm_head.pt", "medusa_lm_head.safetensors", published.medusa),
+        ("hydra_lm_head.pt", "hydra_lm_head.safetensors", published.hydra),
+        ("pytorch_model.bin", MODEL, published.eagle),
+    ],
+)
+def test_a_pickle_is_not_read_unasked_and_can_be_converted_as_it_is_said(
+    folder: Path, target: Target, file: str, converted: str, content: Callable[[], Any]
+) -> None:
+    published.write(folder, *content(), file)
+    with pytest.raises(CheckpointError) as refused:
+        load_drafter(folder, target.parts)
+    text = str(refused.value)
+    assert text.startswith(f"{folder / file} is pickled, and only safetensors are read unasked")
+    assert "speculative_config.allow_pickled_weights: true" in text
+    expected = load_drafter(folder, target.parts, allow_pickled=True).state_dict()
+    command = shlex.split(text[text.index("python -c") : text.index(" - or have")])
+    assert command[0] == "python"
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)
+    (folder / file).unlink()
+    assert (folder / converted).is_file()
+    found = load_drafter(folder, target.parts).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_pickle_that_would_run_something_is_not_even_opened_unasked(folder: Path, target: Target) -> None:
+    published.write(folder, published.medusa()[0], {}, "medusa_lm_head.pt")
+    (folder / "medusa_lm_head.pt").write_bytes(b"no pickle at all")
+    with pytest.raises(CheckpointError, match="is pickled, and only safetensors are read unasked"):
+        load_drafter(folder, target.parts)
+    with pytest.raises(CheckpointError, match="cannot be read as a file of tensors alone"):
+        load_drafter(folder, target.parts, allow_pickled=True)
+
+
+def test_safetensors_are_read_beside_a_pickle(folder: Path, target: Target) -> None:
+    published.write(folder, *published.eagle(), "pytorch_model.bin")
+    published.write(folder, *published.eagle(), MODEL)
+    load_drafter(folder, target.parts)
+
+
 def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder: Path, target: Target) -> None:
     class Runs:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -392,11 +438,11 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(folder: Path, targ
     published.write(folder, published.medusa()[0], {}, "medusa_lm_head.pt")
     torch.save({"0.0.linear.weight": Runs()}, folder / "medusa_lm_head.pt")
     with pytest.raises(CheckpointError, match="cannot be read as a file of tensors alone"):
-        load_drafter(folder, target.parts)
+        load_drafter(folder, target.parts, allow_pickled=True)
     assert not (folder / "was-run").exists()
     torch.save([torch.zeros(2)], folder / "medusa_lm_head.pt")
     with pytest.raises(CheckpointError, match="must hold a dictionary of tensors by name"):
-        load_drafter(folder, target.parts)
+        load_drafter(folder, target.parts, allow_pickled=True)
 
 
 @pytest.mark.parametrize(
@@ -474,7 +520,7 @@ def test_eagle3_without_fused_states_is_told_by_its_config(
 def test_hydra_with_tensors_of_eagles_names_is_told_apart(folder: Path, target: Target, file: str) -> None:
     published.write(folder, *published.hydra_eagle_attention(), file)
     with pytest.raises(CheckpointError, match=r"hydra_head_arch is 'eagle-attn'; .* mlp, prefix-mlp are"):
-        load_drafter(folder, target.parts)
+        load_drafter(folder, target.parts, allow_pickled=True)
 
 
 def test_a_target_without_modules_has_none(folder: Path, target: Target) -> None:

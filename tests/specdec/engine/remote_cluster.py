@@ -102,6 +102,14 @@ def _branches(wish: AheadWish) -> Iterator[Proposal]:
             )
 
 
+def reasons(proposer: RemoteProposer) -> dict[str, float]:
+    """Return how many requests went without drafts, by why; each has one reason."""
+    prefix = "fallback_requests_by_reason{"
+    counts = {name: count for name, count in proposer.counters.items() if name.startswith(prefix)}
+    assert sum(counts.values()) == proposer.counters.get("fallback_requests", 0)
+    return {name.split('"')[1]: count for name, count in counts.items() if count}
+
+
 def serve_all(server: DraftServer) -> None:
     """Take what has arrived, and make batches until nobody waits, as a draft worker's thread does."""
     server.step(0)

@@ -22,7 +22,15 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
 from tests.pairwise import mostly_full
-from tests.specdec.engine.remote_cluster import CAPABILITIES, MODEL, VOCAB, Cluster, a_request, expected
+from tests.specdec.engine.remote_cluster import (
+    CAPABILITIES,
+    MODEL,
+    VOCAB,
+    Cluster,
+    a_request,
+    expected,
+    reasons,
+)
 from tests.specdec.engine.test_look_ahead import wish
 from tests.specdec.engine.test_remote_proposer import budgets, sequence
 
@@ -46,6 +54,7 @@ def test_full_workers_are_asked_seldom_and_a_place_is_found_when_there_is_one() 
     assert 4 <= refused < 40, "500 rounds, four of ten without a place"
     assert sum(server.counters["refused_entries"] for server in cluster.servers.values()) == refused
     assert proposer.pool_usage == 1.0
+    assert reasons(proposer).keys() == {"place"}
     proposer.release([next(iter(found))])
     sequences = [one for one in sequences if one.request_id != next(iter(found))]
     rounds = 0
@@ -156,6 +165,7 @@ def test_a_sequence_outgrows_a_worker_and_goes_on_at_a_larger_one_or_without_dra
         cluster.network.run_for(ROUND_S)
         assert proposer.propose([long, short], budgets(long, short)).keys() == {"short"}
     num_asked = server.counters["entries"] + server.counters["refused_entries"] - num_asked
+    assert reasons(proposer) == {"memory": 201}
     assert 200 < num_asked <= 203, "the other one in every round, this one every two seconds"
     other = sequence("other", prompt=4)
     found = proposer.propose([other], budgets(other))

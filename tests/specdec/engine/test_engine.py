@@ -222,6 +222,32 @@ class TestFailures:
         with pytest.raises(ChannelClosed):
             engine.add_request(request("d"))
 
+    def test_what_the_next_step_may_work_on_is_known_before(self) -> None:
+        engine = toy_engine(max_num_seqs=2)
+        for name in "abcd":
+            engine.add_request(request(name))
+        assert engine.about_to_begin() == ["a", "b"]
+        engine.step()
+        assert engine.about_to_begin() == [], "there is no place for others"
+        engine.add_request(request("urgent", priority=-1))
+        assert engine.about_to_begin() == ["urgent"], "it takes the place of one that runs"
+        engine.abort(RequestId("urgent"))
+        engine.abort(RequestId("a"))
+        assert engine.about_to_begin() == ["c"]
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_nobody_begins_of_whom_that_was_not_said(self, seed: int) -> None:
+        rng = random.Random(seed)
+        engine = toy_engine(max_num_seqs=3)
+        said: set[str] = set()
+        for number in range(40):
+            prompt = tuple(rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 40)))
+            engine.add_request(request(f"r{number}", prompt, priority=rng.randint(0, 2)))
+            said.update(engine.about_to_begin())
+            engine.step()
+            assert engine._roster.running.keys() <= said
+        assert len(said) < 40
+
     def test_closed_engine_takes_nothing(self) -> None:
         engine = toy_engine()
         with engine:

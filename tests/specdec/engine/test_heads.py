@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from deploy.preflight import check_models
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.files import write_tensors
 from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.hydra import Hydra
@@ -60,7 +63,7 @@ def folder_of(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FolderO
             medusa = Medusa(target, num_heads=len(weights))
             for head, weight in zip(medusa.heads, weights, strict=True):
                 head[-1].weight.copy_(weight.T)  # type: ignore[index]
-            save_medusa(medusa, folder, base_model="tiny", file_format="pt")
+            save_medusa(medusa, folder, base_model="tiny")
             return folder
         hydra = Hydra(target, num_heads=len(weights))
         hydra.start_from_target()
@@ -246,6 +249,22 @@ def test_what_a_folder_does_not_hold_is_said(bench: Bench, folder_of: FolderOf) 
         Engine(config_of(bench, folder_of("hydra"), "medusa"))
     with pytest.raises(CheckpointError, match="no drafter of a known format"):
         Engine(config_of(bench, bench.models.load("llama").path, "medusa"))
+
+
+def test_pickled_heads_are_read_where_that_is_asked_for_alone(
+    bench: Bench, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    published = folder_of("medusa")
+    (tmp_path / "config.json").write_bytes((published / "config.json").read_bytes())
+    write_tensors(tmp_path / "medusa_lm_head.pt", load_file(published / "medusa_lm_head.safetensors"))
+    unasked, asked = (config_of(bench, tmp_path, allow_pickled_weights=allowed) for allowed in (False, True))
+    for refuses in (Engine, check_models):
+        with pytest.raises(CheckpointError, match=r"medusa_lm_head\.pt is pickled, and only safetensors are"):
+            refuses(unasked)
+    check_models(asked)
+    with Engine(asked) as engine:
+        assert [one.token_ids for one in engine.generate(PROMPTS, GREEDY)] == bench.alone("llama", "greedy")
+        assert engine.metrics().num_accepted_tokens > 20
 
 
 def test_settings_that_heads_do_not_have_are_refused() -> None:

@@ -10,7 +10,7 @@ from specdec.core.prefix_hash import extend_prefix_hash
 from specdec.proposers.base import AheadWish
 from specdec.transport.memory import Faults
 from specdec.transport.messages import DraftBranch, ProposeAnswer, ProposeReply, ProposeRequest
-from tests.specdec.engine.remote_cluster import VOCAB, Cluster, a_request, expected
+from tests.specdec.engine.remote_cluster import VOCAB, Cluster, a_request, expected, reasons
 from tests.specdec.engine.test_remote_proposer import FreeSequence, Scripted, budgets, sequence
 
 ALL_LENGTHS = (1, 1, 1, 4)
@@ -114,6 +114,7 @@ def test_on_a_miss_the_request_goes_on_without_drafts_and_nobody_is_asked() -> N
     assert proposals.keys() == {hit.request_id}
     assert len(worker.asked) == 1
     assert counts(cluster, *HITS_AND_MISSES, "fallback_requests") == [1, 1, 1]
+    assert reasons(cluster.proposer) == {"miss": 1}
 
 
 def test_after_a_miss_it_is_looked_ahead_of_nothing_pending() -> None:

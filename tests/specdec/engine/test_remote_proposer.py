@@ -24,6 +24,7 @@ from tests.specdec.engine.remote_cluster import (
     Cluster,
     ToyDrafter,
     a_request,
+    reasons,
     serve_all,
 )
 
@@ -143,6 +144,7 @@ def test_what_does_not_fit_is_dropped_and_counted(changes: Mapping[str, object],
     assert proposer.propose([one], budgets(one)) == {}
     assert proposer.counters[counter] == 1
     assert proposer.counters["fallback_requests"] == 1
+    assert reasons(proposer) == {"invalid" if counter.startswith("invalid") else "late": 1}
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
@@ -161,6 +163,7 @@ def test_a_worker_that_forgot_is_told_everything() -> None:
     one.commit((1, 2))
     worker.replies = [{"needs_start": True, "token_ids": ()}]
     assert proposer.propose([one], budgets(one)) == {}
+    assert reasons(proposer) == {"forgotten": 1}
     worker.replies = [{}]
     assert proposer.propose([one], budgets(one))
     assert worker.asked[-1].entries[0].token_ids == tuple(one.token_ids)
@@ -181,6 +184,7 @@ def test_a_dead_drafter_costs_one_deadline_and_comes_back() -> None:
     assert times[0] == pytest.approx(0.05)
     assert sum(times[1:]) == 0.0
     assert len(worker.asked) < 10, "it is not bombarded either"
+    assert reasons(proposer) == {"late": 200}
     worker.replies = [{}]
     found = []
     for _ in range(300):
@@ -221,6 +225,7 @@ def test_a_new_drafter_is_told_the_whole_prefix() -> None:
     cluster.stop_drafter(old, told=True)
     one.commit((1, 2, 3))
     assert cluster.proposer.propose([one], budgets(one)) == {}
+    assert reasons(cluster.proposer) == {"none": 1}
     cluster.start_drafter()
     proposal = cluster.proposer.propose([one], budgets(one))[one.request_id]
     assert list(proposal.token_ids) == OTHER_MODEL.continuation(one.token_ids, one.params, one.seed, 3)
@@ -316,6 +321,7 @@ def test_too_long_a_prefix_is_not_sent() -> None:
     proposer.set_workers([worker.channel.address])
     short, long = sequence("short", prompt=5), sequence("long", prompt=8)
     assert set(proposer.propose([short, long], budgets(short, long))) == {short.request_id}
+    assert reasons(proposer) == {"too_long": 1}
 
 
 def test_many_long_prompts_are_told_in_messages_that_the_worker_takes() -> None:

@@ -16,7 +16,7 @@ from specdec.core.errors import ProtocolError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput, RequestStats, TokenLogprobs
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
-from specdec.core.request import Request
+from specdec.core.request import Request, Resumption
 from specdec.core.sampling_params import SamplingParams
 from specdec.transport import messages as m
 from specdec.transport.status import ChoiceStatus, DraftLinkStatus, TargetGroupStatus
@@ -46,7 +46,7 @@ OUTPUT = RequestOutput(
     stats=RequestStats(arrival_s=1.5),
 )
 EXAMPLES: list[m.Message] = [
-    m.Hello(7),
+    m.Hello(7, (Resumption(name="cmpl-1-0", proof=b"mine", window_s=60.0),)),
     m.Welcome(
         7,
         TargetDescription(
@@ -96,17 +96,17 @@ EXAMPLES: list[m.Message] = [
         ),
     ),
     m.Release(((ID, 3),)),
-    m.SubmitRequest(Request(request_id=ID, prompt_token_ids=(1, 2, 3), params=PARAMS, seed=BIG)),
-    m.Admitted(ID, Epoch(1)),
+    m.SubmitRequest(Request(request_id=ID, prompt_token_ids=(1, 2, 3), params=PARAMS, seed=BIG), 1),
+    m.Admitted(ID, Epoch(1), False, True, (1, 3), 2),
     m.Refused(ID, Epoch(1), "capacity", "full", None, 2.5),
     m.OutputFrame((OUTPUT,)),
     m.Abort(ID, Epoch(1)),
     m.Ping(1),
-    m.Pong(1, ((ID, Epoch(1)),), 2, 3, True, False, True),
+    m.Pong(1, ((ID, Epoch(1)),), 2, 3, True, False, True, 1088),
     m.MetricsQuery(1),
     m.StatusQuery(1),
     m.Recall(3, ("cmpl-1-0", "cmpl-1-1"), b"\x00\xffproof"),
-    m.Recalled(3, (("cmpl-1-0", (5, 6)), ("cmpl-1-0", ()))),
+    m.Recalled(3, (("cmpl-1-0", (5, 6)), ("cmpl-1-0", ())), True),
     m.StatusReply(1, None),
     m.StatusReply(
         2,
@@ -197,6 +197,13 @@ def test_peers_that_know_nothing_of_looking_ahead_are_understood() -> None:
     assert request == m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, 7, 4, 0, (1, 2)),))
     assert request.entries[0].fan_out is None
     assert m.decode(frame_of(21, 4, [ANSWER])) == m.ProposeReply(4, (m.ProposeAnswer(ID, 1, 9, 7, (3,)),))
+
+
+def test_peers_that_know_nothing_of_crashes_are_understood() -> None:
+    assert m.decode(frame_of(31, ID, 1)) == m.Admitted(ID, Epoch(1), has_begun=True, is_alone=None)
+    assert m.decode(frame_of(1, 7)) == m.Hello(7, ())
+    assert m.decode(frame_of(41, 1, [])) == m.Pong(1, (), max_streams=0)
+    assert m.decode(frame_of(47, 3, [])) == m.Recalled(3, (), has_failed=False)
 
 
 @pytest.mark.parametrize(

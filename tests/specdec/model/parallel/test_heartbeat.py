@@ -18,7 +18,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.rank_launch import FollowerProcesses
 from specdec.model.parallel import heartbeat
 from specdec.model.parallel.group import RankGroup
-from specdec.model.parallel.heartbeat import HeartbeatWatch, beating
+from specdec.model.parallel.heartbeat import MAX_SILENT_LOOKS, HeartbeatWatch, beating, looks_in
 from tests.architectures import save_model
 from tests.rank_pool import BreakablePools, Pools
 from tests.specdec.engine.ranked_engines import GREEDY, PROMPTS, config_of, generate
@@ -105,3 +105,7 @@ def test_a_stopped_process_ends_the_group(tmp_path: Path, monkeypatch: pytest.Mo
         (result,) = engine.generate([PROMPTS[0]], GREEDY)
         assert "lost a peer" in (result.choices[0].error or "")
     assert processes[0].poll() == -signal.SIGKILL
+
+
+def test_a_silence_is_as_long_as_it_is_configured() -> None:
+    assert [looks_in(seconds) for seconds in (0.2, 3.0, 20.0, 20.5)] == [1, 3, MAX_SILENT_LOOKS, 21]

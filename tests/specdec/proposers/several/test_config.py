@@ -156,3 +156,9 @@ def test_paths_of_a_file_are_relative_to_it(tmp_path: Path) -> None:
     )
     small = load_config(file).speculative_config.choices[1]
     assert small.model == str((tmp_path / "../draft").resolve())
+
+
+def test_pickled_weights_are_allowed_for_all_heads_or_none() -> None:
+    for allowed in (False, True):
+        config = several(LOOKUP, HEADS, allow_pickled_weights=allowed)
+        assert [one.allow_pickled_weights for one in config.every_drafter] == [allowed] * 2
