@@ -52,7 +52,8 @@ _OF_ROUNDS: Mapping[str, Series] = {
     "request_timeouts": Series("counter", "Requests that ended because their time was up."),
     "requests_refused": Series(
         "counter",
-        "Requests that were not served: the queue was full (no_target: while a target was loaded anew), they "
+        "Requests that were not served: the queue was full (no_target: while a target was loaded anew, "
+        "held_up: while a suspect ran alone or lost ones were replayed), they "
         "would have been late, or they had to leave a full queue for others.",
         labels=("reason",),
     ),
