@@ -11,7 +11,7 @@ import pytest
 promql_parser = pytest.importorskip("promql_parser", reason="promql-parser is not installed")
 
 WINDOWS = ("$__rate_interval", "$__range")
-_GRAFANA_VALUES = {"$job": ".*", "$model": ".*", "$target_group": ".*", "$ttft": "2.5", "$itl": "0.2"}
+_GRAFANA_VALUES = {"$job": ".*", "$model": ".*", "$target_group": ".*", "$ttft": "2.5", "$itl": "0.5"}
 
 
 @dataclass(frozen=True, slots=True)

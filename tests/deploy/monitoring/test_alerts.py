@@ -29,6 +29,7 @@ HEALTH = f'{PREFIX}http_requests_total{{job="drafthouse",route="/health",status=
 FAILED_STREAMS = f'{PREFIX}streams_failed_total{{job="drafthouse",code="coordinator_lost"}}'
 FIRST_TOKENS = f"{PREFIX}time_to_first_token_seconds"
 DELIVERIES = f"{PREFIX}inter_token_latency_seconds"
+DELIVERED_IN_TIME = f'{DELIVERIES}_bucket{{job="drafthouse",le="{Objectives().next_tokens_bound}"}}'
 
 
 def series(name: str) -> str:
@@ -68,7 +69,7 @@ def well() -> dict[str, str]:
         f'{PREFIX}http_requests_in_progress{{job="drafthouse"}}': gauge(3),
         f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': GROWS,
         f'{FIRST_TOKENS}_count{{job="drafthouse"}}': GROWS,
-        f'{DELIVERIES}_bucket{{job="drafthouse",le="0.2"}}': GROWS,
+        DELIVERED_IN_TIME: GROWS,
         f'{DELIVERIES}_count{{job="drafthouse"}}': GROWS,
     }
     return history
@@ -83,7 +84,7 @@ FAULTS: Mapping[str, Mapping[str, str] | None] = {
     "DrafthouseTurnsAway": {ANSWERS % 429: f"0+6x{MINUTES}"},
     "DrafthouseOutOfTime": {series("request_timeouts"): GROWS},
     "DrafthouseFirstTokenLate": {f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': f"0+55x{MINUTES}"},
-    "DrafthouseTokensSlow": {f'{DELIVERIES}_bucket{{job="drafthouse",le="0.2"}}': f"0+55x{MINUTES}"},
+    "DrafthouseTokensSlow": {DELIVERED_IN_TIME: f"0+55x{MINUTES}"},
     "DrafthouseQueueLong": {series("num_requests_waiting"): gauge(40)},
     "DrafthouseWorksTwice": {series("num_recomputed_tokens"): f"0+20x{MINUTES}"},
     "DrafthouseDraftPoolEmpty": {series("draft_workers"): gauge(0)},
