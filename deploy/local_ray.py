@@ -29,6 +29,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
+    # Else any late call of a thread of Serve's would start a second cluster, once we are disconnected.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 _LOCAL_ENVIRONMENT = {
     # Ray's own default for a cluster like this one, said aloud so that no warning is needed.
@@ -106,6 +108,7 @@ class RaySession:
 
         if self._guard is not None:
             self._guard.stop()
+        logging.getLogger("asyncio").addFilter(_is_not_of_late_polls)
         processes = self._own_processes()
         ray.shutdown()
         # HAProxy is started anew at every change of the doors, the last time while they go.
@@ -150,6 +153,11 @@ class RaySession:
             return []
         own = psutil.Process()
         return [*{*own.children(recursive=True), *_marked(self._mark)} - {own}]
+
+
+def _is_not_of_late_polls(record: logging.LogRecord) -> bool:
+    """Serve's handles poll in a thread that nobody can end; that they find no Ray any more is no news."""
+    return "LongPollClient" not in record.getMessage()
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:

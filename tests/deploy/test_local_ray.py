@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -48,6 +50,32 @@ def test_a_cluster_that_does_not_come_up_is_one_readable_failure(monkeypatch: py
     monkeypatch.setattr(ray, "init", time_out)
     with pytest.raises(RayNotStarted, match="timed out"):
         RaySession(address=None, num_cpus=1, show_logs=False).open()
+
+
+def test_no_second_cluster_is_started_by_late_calls() -> None:
+    """Serve's threads outlive the connection, and Ray connects anew at any call if it is let."""
+    script = """
+        from deploy.local_ray import RaySession
+        RaySession._connect = lambda _: None
+        RaySession(address=None, num_cpus=1, show_logs=False).open()
+        import ray
+        from ray._private.auto_init_hook import auto_init_ray
+        auto_init_ray()
+        assert not ray.is_initialized()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
+def test_that_serve_polls_on_after_the_end_is_no_news(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop_logger = logging.getLogger("asyncio")
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(loop_logger, "filters", [])
+    RaySession(address="auto", num_cpus=None, show_logs=False).close()
+    loop_logger.error("Exception in callback %s", "LongPollClient._process_update.<locals>.chained()")
+    loop_logger.error("Exception in callback %s", "somebody_else()")
+    assert [record.getMessage() for record in caplog.records] == ["Exception in callback somebody_else()"]
 
 
 def test_who_has_lost_its_parents_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 _MARK = "DRAFTHOUSE_TEST_RUN"
 _START_S = 240
 _STOP_S = 60
+_MAX_KILLS = 5
 _ABORTED = 'request_success_total{finished_reason="abort"}'
 
 
@@ -350,25 +351,12 @@ def test_streams_outlive_the_ingress_replica(server: Server, engine: Engine) -> 
         }
         for index, prompt in enumerate(prompts(4))
     ]
-    readings = [Reading() for _ in bodies]
-    # Looked for before there are streams: that may take longer than they do.
-    (ingress,) = [p for p in server.processes() if "ServeReplica:drafthouse:Ingress" in p.cmdline()[0]]
-
-    async def scenario() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            streams = [
-                asyncio.create_task(
-                    read_stream(client, "/v1/completions", body, patience_s=120, reading=reading)
-                )
-                for body, reading in zip(bodies, readings, strict=True)
-            ]
-            while not all(reading.token_ids for reading in readings):
-                await asyncio.sleep(0.001)
-            ingress.kill()
-            await asyncio.wait_for(asyncio.gather(*streams), 240)
-
-    asyncio.run(scenario())
-    assert any(reading.num_breaks for reading in readings), "no stream was interrupted"
+    for _ in range(_MAX_KILLS):
+        readings = asyncio.run(_killing_the_ingress(server, bodies))
+        if any(reading.num_breaks for reading in readings):
+            break
+    else:
+        raise AssertionError(f"no stream was interrupted, {_MAX_KILLS} times")
     params = [
         SamplingParams(temperature=body["temperature"], seed=body["seed"], max_tokens=200, ignore_eos=True)
         for body in bodies
@@ -381,6 +369,26 @@ def test_streams_outlive_the_ingress_replica(server: Server, engine: Engine) -> 
     while server.metric("kv_cache_usage_perc") or server.metric("num_requests_running"):
         assert time.monotonic() < until_s, "what nobody waits for is still served"
         time.sleep(0.2)
+
+
+async def _killing_the_ingress(server: Server, bodies: list[dict[str, Any]]) -> list[Reading]:
+    """Read streams to their ends; the ingress replica is killed as soon as all have begun.
+
+    On a busy machine the first may be complete before the last one's beginning is heard of here.
+    """
+    # Looked for before there are streams: that may take longer than they do.
+    (ingress,) = [p for p in server.processes() if "ServeReplica:drafthouse:Ingress" in p.cmdline()[0]]
+    readings = [Reading() for _ in bodies]
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        streams = [
+            asyncio.create_task(read_stream(client, "/v1/completions", body, patience_s=120, reading=reading))
+            for body, reading in zip(bodies, readings, strict=True)
+        ]
+        while not all(reading.token_ids for reading in readings):
+            await asyncio.sleep(0.001)
+        ingress.kill()
+        await asyncio.wait_for(asyncio.gather(*streams), 240)
+    return readings
 
 
 def test_ctrl_c_leaves_nothing(server: Server) -> None:
