@@ -15,7 +15,7 @@ from cluster.autoscaling.draft_demand import demand_of
 from cluster.autoscaling.serve_policy import group_stats
 from cluster.autoscaling.waking import PoolWaker
 from cluster.config import ClusterConfig
-from cluster.desk import COORDINATOR_FAILED, RequestDesk
+from cluster.desk import RequestDesk
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
 from cluster.engine_loop import EngineLoop
@@ -25,6 +25,7 @@ from cluster.pool_drafter import drafter_of_pool
 from cluster.runtime import bind_host, channel_options, new_peer_id, own_application, own_placement_group
 from cluster.target_group import TargetGroup
 from specdec.core.clock import MonotonicClock
+from specdec.core.error_codes import COORDINATOR_FAILED
 from specdec.engine.config import EngineConfig
 from specdec.transport.pump import ChannelPump
 from specdec.transport.status import RecentStatus

@@ -19,12 +19,19 @@ from cluster.crash_policy import MAX_CLEARED, MAX_CRASHES, PROBATION_OUTPUTS, re
 from cluster.recollection import FailedResponses, Recollection
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
+from specdec.core.error_codes import (
+    COORDINATOR_CRASHED,
+    FAILED_REPEATEDLY,
+    OUTPUT_TOO_LARGE,
+    SHUTTING_DOWN,
+    TARGET_LOST,
+    TIMED_OUT,
+)
 from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import MAX_LOGPROBS
-from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
 from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
@@ -47,23 +54,6 @@ from specdec.transport.messages import (
 )
 from specdec.transport.parts import in_parts
 from specdec.transport.status import TargetGroupStatus
-
-TARGET_LOST = "target_lost"
-"""Error code of outputs by which an engine gives its requests up; they are replayed, not delivered."""
-
-COORDINATOR_FAILED = "coordinator_failed"
-"""Error code of outputs by which a whole coordinator gives up; the ingress takes the streams elsewhere.
-
-No crash: it was meant to end, or cannot bring back a target whose loss it has told of (`Admitted`)."""
-
-COORDINATOR_CRASHED = "coordinator_crashed"
-"""As `COORDINATOR_FAILED`, because its loop raised what nobody foresaw: a stream may be to blame."""
-
-FAILED_REPEATEDLY = "request_failed_repeatedly"
-"""Error code of a request that was in flight alone when the target, or the coordinator, was lost again."""
-
-OUTPUT_TOO_LARGE = "output_too_large"
-"""Error code of a request with an output that no message can hold."""
 
 _RELOADED_AFTER_S = 10.0
 """What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""

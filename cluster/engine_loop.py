@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from cluster.backoff import Backoff
-from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, RequestDesk
+from cluster.desk import RequestDesk
 from specdec.core.clock import MonotonicClock
+from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.core.outputs import RequestOutput
 from specdec.engine.engine import Engine

@@ -29,12 +29,19 @@ from cluster.crash_policy import (
     CrashRecord,
     response_of,
 )
-from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, FAILED_REPEATEDLY
 from cluster.directory import Member
 from cluster.known_coordinators import KnownCoordinator, KnownCoordinators
 from cluster.recollection import FailedResponses
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
+from specdec.core.error_codes import (
+    COORDINATOR_CRASHED,
+    COORDINATOR_FAILED,
+    COORDINATOR_LOST,
+    DISPLACED,
+    FAILED_REPEATEDLY,
+    SHUTTING_DOWN,
+)
 from specdec.core.errors import (
     CapacityError,
     DrafthouseError,
@@ -46,7 +53,6 @@ from specdec.core.errors import (
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
-from specdec.engine.service import DISPLACED, SHUTTING_DOWN
 from specdec.kv.caching_allocator import BlockKey
 from specdec.transport.base import Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
@@ -340,7 +346,7 @@ class StreamBook:
                     self._reject(stream, self._not_ready())
                     continue
                 message = f"the model was lost and did not come back within {self._failover_timeout_s:g} s"
-                self._finish(stream, _last_output(stream, "error", message, "coordinator_lost"))
+                self._finish(stream, _last_output(stream, "error", message, COORDINATOR_LOST))
 
     def _current(self, request_id: RequestId, epoch: Epoch) -> _Stream | None:
         stream = self._streams.get(request_id)

@@ -16,7 +16,15 @@ import msgspec
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from cluster.desk import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE
+from specdec.core.error_codes import (
+    FAILED_REPEATEDLY,
+    GRAMMAR_FAILED,
+    INVALID_GRAMMAR,
+    NO_TOKEN_ALLOWED,
+    OUTPUT_TOO_LARGE,
+    SHUTTING_DOWN,
+    TIMED_OUT,
+)
 from specdec.core.errors import (
     CapacityError,
     InputError,
@@ -25,7 +33,6 @@ from specdec.core.errors import (
     RequestFailed,
     TransportError,
 )
-from specdec.engine.service import GRAMMAR_FAILED, INVALID_GRAMMAR, SHUTTING_DOWN, TIMED_OUT
 
 DEADLINE_UNREACHABLE = "deadline_unreachable"
 """Code of a refusal: as things are, the request would not be served in the time that it gives."""
@@ -35,7 +42,7 @@ _MAX_SHOWN_INPUT = 80
 _MAX_SHOWN_PARAM = 200
 _MAX_MESSAGE = 2000
 """Characters. Names of fields and models are the client's, and may be as long as a body."""
-_ASKED_FOR_TOO_MUCH = frozenset({"no_token_allowed", GRAMMAR_FAILED, INVALID_GRAMMAR, OUTPUT_TOO_LARGE})
+_ASKED_FOR_TOO_MUCH = frozenset({NO_TOKEN_ALLOWED, GRAMMAR_FAILED, INVALID_GRAMMAR, OUTPUT_TOO_LARGE})
 """Codes of failures that lie in what the client asked for, though they show only on the way."""
 RETRY_AFTER_HEADER = "Retry-After"
 SHOULD_RETRY_HEADER = "x-should-retry"

@@ -15,11 +15,17 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
-from cluster.desk import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE
 from cluster.series import CLUSTER_SERIES
+from specdec.core.error_codes import (
+    COORDINATOR_LOST,
+    FAILED_REPEATEDLY,
+    NON_FINITE_LOGITS,
+    OUTPUT_TOO_LARGE,
+    SHUTTING_DOWN,
+    TIMED_OUT,
+)
 from specdec.core.outputs import RequestOutput, RequestStats
 from specdec.core.series import as_label, name_of
-from specdec.engine.service import SHUTTING_DOWN, TIMED_OUT
 from specdec.transport.messages import DoorReport
 
 PREFIX = "ray_drafthouse_"
@@ -44,9 +50,9 @@ DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
 }
 """Names of labels, of those metrics of the door that have any."""
 STREAM_FAILURES = (
-    "coordinator_lost",
+    COORDINATOR_LOST,
     "internal_error",
-    "non_finite_logits",
+    NON_FINITE_LOGITS,
     "replay_failed",
     FAILED_REPEATEDLY,
     OUTPUT_TOO_LARGE,

@@ -13,10 +13,11 @@ from deploy.openai.keys import Usage
 from deploy.openai.metrics import ChoiceTimer, DoorMetrics
 from deploy.openai.settings import DEFAULT_MAX_UNREAD_OUTPUTS
 from deploy.openai.tracing import RequestTrace
+from specdec.core.error_codes import DISPLACED, GRAMMAR_FAILED, INVALID_GRAMMAR
 from specdec.core.errors import CapacityError, RequestFailed
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.engine.service import DISPLACED, GRAMMAR_FAILED, INVALID_GRAMMAR, GenerationService
+from specdec.engine.service import GenerationService
 
 _GRAMMAR_CODES = frozenset({INVALID_GRAMMAR, GRAMMAR_FAILED})
 SLOW_READER = "slow_reader"

@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from cluster.desk import FAILED_REPEATEDLY
 from deploy.openai.errors import ApiError
 from deploy.openai.keys import Usage
 from deploy.openai.requests import PreparedRequest, ResponseIdentity
 from deploy.openai.tokenization import DoorTokenizer
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
+from specdec.core.error_codes import FAILED_REPEATEDLY
 from specdec.core.errors import RequestFailed
 from specdec.core.ids import RequestId
 from specdec.core.outputs import FinishReason, RequestOutput

@@ -34,7 +34,7 @@ from specdec.core.rows_beside import RowsBeside
 from specdec.core.sampling_params import SamplingParams
 
 ErrorCode = Literal["non_finite_logits", "no_token_allowed"]
-"""no_token_allowed: what the request asks for forbids every token."""
+"""Why nothing was chosen at a row (`specdec.core.error_codes`)."""
 
 
 class AdmittedSequence(msgspec.Struct, frozen=True, array_like=True):

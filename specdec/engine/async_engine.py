@@ -14,6 +14,7 @@ import msgspec
 
 from specdec.core.clock import MonotonicClock
 from specdec.core.description import TargetDescription
+from specdec.core.error_codes import ENGINE_FAILED, SHUTTING_DOWN
 from specdec.core.errors import ChannelClosed, DrafthouseError
 from specdec.core.idle_work import IdleWork
 from specdec.core.ids import Epoch, RequestId
@@ -28,7 +29,7 @@ __all__ = ["AsyncEngine", "IdleWork"]
 
 logger = logging.getLogger(__name__)
 
-_SHUTDOWN = Finish(reason="error", error="the server is shutting down", error_code="shutdown")
+_SHUTDOWN = Finish(reason="error", error="the server is shutting down", error_code=SHUTTING_DOWN)
 _QUIET_S = 0.2
 """How long no request must have been present before idle work begins: it cannot be interrupted."""
 
@@ -240,7 +241,7 @@ class AsyncEngine:
                 text="",
                 finish_reason="error",
                 error=f"the engine failed: {type(error).__name__}",
-                error_code="engine_failed",
+                error_code=ENGINE_FAILED,
                 num_generated_tokens=stream.num_delivered,
             )
             _call_soon(stream.loop, stream.put, last)

@@ -11,6 +11,7 @@ from typing import Self
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
+from specdec.core.error_codes import DISPLACED, INVALID_GRAMMAR, TARGET_LOST, TIMED_OUT
 from specdec.core.errors import (
     CapacityError,
     ChannelClosed,
@@ -33,7 +34,6 @@ from specdec.engine.offline import GenerationResult, Prompt, generate
 from specdec.engine.preparation import Preparation
 from specdec.engine.roster import Roster
 from specdec.engine.round import RoundLoop
-from specdec.engine.service import DISPLACED, INVALID_GRAMMAR, TIMED_OUT
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
@@ -583,7 +583,7 @@ class Engine:
     def _lose_target(self, error: TransportError) -> None:
         self._lost = error
         self._rounds.abandon()
-        self.end_all(Finish(reason="error", error=f"the target was lost: {error}", error_code="target_lost"))
+        self.end_all(Finish(reason="error", error=f"the target was lost: {error}", error_code=TARGET_LOST))
 
     def _require_target(self) -> None:
         if self._closed:

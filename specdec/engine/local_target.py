@@ -14,6 +14,7 @@ import torch
 
 from specdec.attention.observation import Observation
 from specdec.core.description import TargetDescription
+from specdec.core.error_codes import NO_TOKEN_ALLOWED, NON_FINITE_LOGITS
 from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
@@ -586,9 +587,9 @@ def _failure(work: TargetWork, row: int, logits_V: torch.Tensor | None) -> _Fail
     position = work.start + len(work.token_ids) - work.num_sampled_rows + row
     if logits_V is not None and bool(logits_V.amax().isfinite()):
         return _Failure(
-            f"the request forbids every token after the one at position {position}", "no_token_allowed"
+            f"the request forbids every token after the one at position {position}", NO_TOKEN_ALLOWED
         )
-    return _Failure(f"non-finite logits after the token at position {position}", "non_finite_logits")
+    return _Failure(f"non-finite logits after the token at position {position}", NON_FINITE_LOGITS)
 
 
 def _synchronize(logits: torch.Tensor) -> None:

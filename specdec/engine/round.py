@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from specdec.core.clock import Clock
+from specdec.core.error_codes import GRAMMAR_FAILED, NON_FINITE_LOGITS
 from specdec.core.errors import ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
@@ -27,7 +28,6 @@ from specdec.engine.metrics import EngineMetrics
 from specdec.engine.roster import Roster
 from specdec.engine.round_counts import FinishedRound, RoundCounts
 from specdec.engine.round_times import RoundTimes
-from specdec.engine.service import GRAMMAR_FAILED
 from specdec.engine.shadows import Shadows
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish
@@ -660,4 +660,4 @@ def _failure(live: LiveRequest, answer: WorkResult) -> Finish:
     if live.grammar is not None and live.grammar.failure is not None:
         error = f"{live.params.grammar.param if live.params.grammar else 'grammar'}: {live.grammar.failure}"
         return Finish(reason="error", error=error, error_code=GRAMMAR_FAILED)
-    return Finish(reason="error", error=answer.error, error_code=answer.error_code or "non_finite_logits")
+    return Finish(reason="error", error=answer.error, error_code=answer.error_code or NON_FINITE_LOGITS)

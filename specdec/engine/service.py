@@ -11,21 +11,6 @@ from specdec.core.request import Request
 from specdec.engine.target import TargetDescription
 from specdec.transport.status import ServiceStatus
 
-SHUTTING_DOWN = "shutting_down"
-"""Error code of a stream's last output when the service ends before the stream does. Nothing was wrong with
-the request: it may be sent again."""
-
-TIMED_OUT = "request_timeout"
-"""Error code of a request that was not complete in the time that it was given."""
-
-DISPLACED = "displaced"
-"""Error code of a request that had to leave a full queue, before it ran, for one that goes before it."""
-
-INVALID_GRAMMAR = "invalid_grammar"
-"""Error code of a stream whose grammar is malformed, too complex or allows nothing; nothing was generated."""
-GRAMMAR_FAILED = "grammar_failed"
-"""Error code of a stream whose grammar became impossible, or too expensive, on the way."""
-
 
 class GenerationService(Protocol):
     """Turns requests into streams of outputs."""

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cluster.crash_policy import MAX_CLEARED, MAX_CRASHES
-from cluster.desk import COORDINATOR_FAILED, FAILED_REPEATEDLY
+from specdec.core.error_codes import COORDINATOR_FAILED, FAILED_REPEATEDLY
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from cluster.crash_policy import MAX_CLEARED, PROBATION_OUTPUTS
-from cluster.desk import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE, TARGET_LOST, RequestDesk
+from cluster.desk import RequestDesk
 from specdec.core.clock import ManualClock
+from specdec.core.error_codes import FAILED_REPEATEDLY, OUTPUT_TOO_LARGE, TARGET_LOST
 from specdec.core.errors import CapacityError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput, RequestStats, TokenLogprobs

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from cluster import engine_loop
-from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, RequestDesk
+from cluster.desk import RequestDesk
 from cluster.engine_loop import EngineLoop
 from specdec.core.clock import MonotonicClock
+from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import TransportError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.plan import TargetStep

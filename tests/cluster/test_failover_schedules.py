@@ -17,10 +17,11 @@ import msgspec
 import pytest
 
 from cluster.affinity import RoutingConfig
-from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, TARGET_LOST, RequestDesk
+from cluster.desk import RequestDesk
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
+from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED, SHUTTING_DOWN, TARGET_LOST
 from specdec.core.errors import (
     CapacityError,
     ChannelTimeout,
@@ -34,7 +35,6 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.service import SHUTTING_DOWN
 from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.ngram import NgramProposer
 from specdec.scheduling.config import SchedulerConfig

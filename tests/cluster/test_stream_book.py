@@ -8,16 +8,15 @@ import msgspec
 import pytest
 
 from cluster.crash_policy import PROBATION_OUTPUTS
-from cluster.desk import COORDINATOR_CRASHED, COORDINATOR_FAILED, FAILED_REPEATEDLY
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
+from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED, DISPLACED, FAILED_REPEATEDLY
 from specdec.core.errors import CapacityError, DrafthouseError, RequestFailed
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request, Resumption
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.service import DISPLACED
 from specdec.transport.base import Envelope, PeerAddress, PeerId, PeerLost
 from specdec.transport.messages import (
     Admitted,

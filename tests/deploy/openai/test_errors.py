@@ -11,6 +11,7 @@ import pytest
 
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
+from specdec.core.error_codes import SHUTTING_DOWN
 from specdec.core.errors import (
     CapacityError,
     ChannelClosed,
@@ -20,7 +21,6 @@ from specdec.core.errors import (
     RequestFailed,
 )
 from specdec.core.request import LatencyTarget
-from specdec.engine.service import SHUTTING_DOWN
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of, events_of
 
 NAN = float("nan")

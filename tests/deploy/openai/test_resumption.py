@@ -12,13 +12,13 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.desk import FAILED_REPEATEDLY
 from deploy.openai.app import create_app
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.resumption import FailedForGood
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.clock import ManualClock
+from specdec.core.error_codes import FAILED_REPEATEDLY
 from specdec.core.errors import RequestFailed
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request

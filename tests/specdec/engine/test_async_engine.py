@@ -156,7 +156,7 @@ def test_close_ends_every_stream_once() -> None:
         await asyncio.to_thread(service.close)
         for outputs in await asyncio.gather(*tasks):
             tokens_of(outputs)
-            assert outputs[-1].error_code == "shutdown"
+            assert outputs[-1].error_code == "shutting_down"
         assert service.description() is None
         with pytest.raises(ChannelClosed):
             await anext(service.generate(request("late")))
