@@ -11,6 +11,8 @@ from specdec.core.ids import RequestId
 from specdec.core.rows_beside import RowsBeside
 
 NoiseStream = Literal["target", "accept", "residual", "draft"]
+MAX_DRAFT_TOKENS = 64
+"""Most tokens of one proposal: what a configuration, a request and a worker's peer may ask for."""
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.core.errors import InputError
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import MAX_DRAFT_TOKENS, Proposal
 from specdec.transport.messages import DraftBranch, DraftOpening, ProposeAnswer, ProposeEntry
 
-_MAX_DRAFT_TOKENS = 64
 MAX_PENDING = 64
 _MAX_BRANCHES = 64
 """Of one entry: as many as a configuration may ask for, or more. What asks for more is dropped."""
@@ -22,7 +21,7 @@ def is_valid(entry: ProposeEntry) -> bool:
     Its tokens are not looked at here (`are_token_ids`): there may be more of them than anybody will read.
     """
     return (
-        0 <= entry.num_draft_tokens <= _MAX_DRAFT_TOKENS
+        0 <= entry.num_draft_tokens <= MAX_DRAFT_TOKENS
         and entry.committed_len >= 1
         and len(entry.token_ids) <= entry.committed_len
         and entry.kv_budget >= 0

@@ -8,12 +8,12 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
+from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
-    MOST_DRAFT_TOKENS,
     RetrievalConfig,
     SuffixConfig,
     explain_suffix_keys,
@@ -98,7 +98,7 @@ class SpeculativeConfig(StrictConfig):
     exit_layer: int | None = Field(default=None, ge=1)
     """layerskip: how many of the target's layers draft, less than it has; its final norm and its head read
     what the last of these gives. layerskip needs it, no other method takes it."""
-    num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFT_TOKENS)
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     """k: draft tokens per request and round; with the goodput controller, the most there may be."""
     tree: TreeConfig = ChainConfig()
     """draft_model, what drafts from hidden states (medusa, eagle, ...), and self, layerskip, quantized: which

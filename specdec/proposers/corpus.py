@@ -19,7 +19,8 @@ import numpy as np
 
 from specdec.core.errors import ConfigError
 from specdec.core.files import is_hidden
-from specdec.proposers.lookup_config import MOST_DRAFT_TOKENS, RetrievalConfig
+from specdec.core.proposal import MAX_DRAFT_TOKENS
+from specdec.proposers.lookup_config import RetrievalConfig
 from specdec.proposers.suffix_array import IntArray, sorted_suffixes
 from specdec.proposers.suffix_automaton import NO_TOKEN
 
@@ -43,7 +44,7 @@ class Corpus:
     def of_texts(texts: Iterable[Sequence[int]]) -> Corpus:
         """Index tokenized texts."""
         parts = [np.array([*text, NO_TOKEN], dtype=np.int32) for text in texts]
-        ending = np.full(MOST_DRAFT_TOKENS, NO_TOKEN, dtype=np.int32)  # whatever follows can be read
+        ending = np.full(MAX_DRAFT_TOKENS, NO_TOKEN, dtype=np.int32)  # whatever follows can be read
         token_ids = np.concatenate([*parts, ending])
         return Corpus(token_ids, sorted_suffixes(token_ids))
 

@@ -9,8 +9,6 @@ from pydantic import Field, model_validator
 from specdec.core.config import StrictConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
-MOST_DRAFT_TOKENS = 64
-"""Bound of `num_speculative_tokens`."""
 _MOST_TOKENS = 1 << 28
 _SUFFIX_KEYS_ELSEWHERE = {
     "suffix_decoding_max_spec_factor": "suffix.max_spec_factor",

@@ -8,18 +8,18 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
+from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.tree.dynamic import DynamicTree
 from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree, best_tree
 
-_MAX_NODES = 64
 _USUAL_NODES, _USUAL_DEPTH = 16, 8
 _USUAL_ACCEPTANCE = (0.55, 0.16, 0.08, 0.05, 0.03, 0.02)
 """By rank, of draft models at moderate temperatures: what orders the nodes of `widths`."""
 
-Rank = Annotated[int, Field(ge=0, le=63)]
-Width = Annotated[int, Field(ge=1, le=64)]
+Rank = Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS - 1)]
+Width = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -35,17 +35,17 @@ class StaticTreeConfig(StrictConfig):
 
     shape: Literal["static"]
     """The same tree each time."""
-    paths: tuple[tuple[Rank, ...], ...] = Field(default=(), max_length=_MAX_NODES)
+    paths: tuple[tuple[Rank, ...], ...] = Field(default=(), max_length=MAX_DRAFT_TOKENS)
     """Its nodes, as Medusa's lists of choices: [0, 2] is the third likeliest child of the likeliest first
     token. In order of value: where fewer tokens are drafted, they are the first of these. Every path comes
     behind the path without its last step, and behind that to the next likelier sibling."""
-    widths: tuple[Width, ...] = Field(default=(), max_length=_MAX_NODES)
+    widths: tuple[Width, ...] = Field(default=(), max_length=MAX_DRAFT_TOKENS)
     """Children of each node, by depth: [4, 2, 1] has 4 first tokens, 2 behind each of them, one behind each
     of those. At most 64 nodes."""
     acceptance: tuple[Share, ...] = Field(default=(), max_length=16)
     """How often the likeliest child of a node stands where the node does, the second likeliest, and so on:
     the tree is the one of `num_nodes` from which most tokens are expected (Sequoia)."""
-    num_nodes: int | None = Field(default=None, ge=1, le=_MAX_NODES)
+    num_nodes: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
     """Nodes of the tree that `acceptance` asks for; null: 16."""
     max_depth: int | None = Field(default=None, ge=1, le=16)
     """Longest path of that tree: also the forwards of a draft model for it; null: 8."""
@@ -67,8 +67,8 @@ class StaticTreeConfig(StrictConfig):
         for width in self.widths:
             level *= width
             num_nodes += level
-            if num_nodes > _MAX_NODES:
-                raise ValueError(f"widths: {list(self.widths)} make more than {_MAX_NODES} nodes")
+            if num_nodes > MAX_DRAFT_TOKENS:
+                raise ValueError(f"widths: {list(self.widths)} make more than {MAX_DRAFT_TOKENS} nodes")
         try:
             shape = self.make()
         except ValueError as error:

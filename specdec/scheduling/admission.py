@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specdec.core.errors import CapacityError, InputError, LateError
+from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.core.request import Request
 from specdec.kv.selection import BudgetAmount, KvBudgets
 from specdec.scheduling.service_rates import Expectation
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import Schedulable, ServiceKey
 
-MAX_DRAFT_TOKENS = 64
-"""Most draft tokens that one request may ask for (as `speculative_config.num_speculative_tokens`)."""
 MAX_PRIORITY = 1000
 """Largest distance of a request's priority from 0."""
 _SHORTEST_RETRY_S = 1.0

@@ -10,10 +10,11 @@ from pydantic import Field
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
+from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
-from specdec.proposers.lookup_config import MOST_DRAFT_TOKENS, RetrievalConfig, SuffixConfig
+from specdec.proposers.lookup_config import RetrievalConfig, SuffixConfig
 from specdec.proposers.tree_config import ChainConfig, TreeConfig
 
 MOST_CHOICES: Final = 4
@@ -31,7 +32,7 @@ class NamedDrafter(StrictConfig):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")
     """What metrics and requests call it (`speculation.drafter`)."""
-    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MOST_DRAFT_TOKENS)
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
     """Its k, where that is less than `speculative_config.num_speculative_tokens`; None: that."""
     share: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of requests that always get this drafter, by a hash of their id (an A/B test); requests that no
