@@ -150,4 +150,5 @@ def _device(role: Role, config: EngineConfig) -> Any:
     """Ray shows each actor the GPUs of its bundle only: the first is this rank's."""
     from specdec.engine.rank_launch import rank_devices
 
-    return rank_devices(config.target.device if role == "target" else "auto", 1)[0]
+    name = config.target.device if role == "target" else config.speculative_config.device
+    return rank_devices(name, 1)[0]

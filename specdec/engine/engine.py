@@ -364,6 +364,8 @@ class Engine:
         beginning = [live.request_id for live in running if live.stats.first_token_s is None]
         beginning.extend(live.request_id for live in self._preparation)
         num_places = roster.max_num_seqs - len(running)
+        if not roster.waiting:
+            return beginning
         lowest = max((live.service_key.priority for live in running), default=0)
         for index, live in enumerate(roster.waiting):
             # Who waits takes a place that is free, or that of one that is less urgent.

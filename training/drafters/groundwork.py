@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from rich.progress import track
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.drafters.base import TargetParts
 from specdec.model.checkpoint import Checkpoint, open_checkpoint, outline_of, revision_of
 from specdec.model.loader import load_tokenizer
 from specdec.model.rotary import longest_sequence
-from training.checkpointing import first_line, replace_file
+from training.checkpointing import replace_file
 from training.drafters.capture import Capture, KeptStates
 from training.drafters.folders import described_run, note_run, require_free, require_same_run
 from training.drafters.options import TrainOptions
@@ -32,8 +32,8 @@ from training.generation import sample
 from training.optimization import Pace
 from training.progress import console
 from training.run import RunOptions, TrainingRun
+from training.whole_models import load_whole_model
 
-_AUTO_MODEL: Any = AutoModelForCausalLM
 _SAMPLED_AT_ONCE = 32
 _PROMPT_LENGTH = 64
 _END_BYTES = 1 << 20
@@ -205,20 +205,7 @@ def load_frozen(folder: Path, dtype: torch.dtype, device: str) -> PreTrainedMode
     Raises:
         CheckpointError: transformers does not read it, or it lacks weights of the model that it names.
     """
-    try:
-        model, found = _AUTO_MODEL.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
-    except (ImportError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
-    missing = sorted(found["missing_keys"])
-    if missing:
-        # transformers draws them by chance, and says so among much else.
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} tensors of the model that its config.json names, first "
-            f"{missing[0]}: is it the folder of a whole model?"
-        )
-    loaded: PreTrainedModel = model
+    loaded = load_whole_model(folder, dtype)
     torch.nn.Module.to(loaded, device)
     return loaded.eval().requires_grad_(requires_grad=False)
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import torch
-from transformers import AutoModelForCausalLM
+from pathlib import Path
 
-from specdec.core.errors import CheckpointError
+import torch
+
 from specdec.engine.build import draft_checkpoint
 from specdec.engine.config import EngineConfig
 from specdec.sampling.sampler import Sampler
 from training.online.trainer import OnlineTrainer
+from training.whole_models import load_whole_model
 
 
 def load_trainer(config: EngineConfig) -> OnlineTrainer:
     """Load the draft model once more, to be trained, on the CPU.
 
     Raises:
-        CheckpointError: the folder is not as it should be.
+        CheckpointError: it cannot be read, or lacks weights.
     """
     speculative = config.speculative_config
     assert speculative.online is not None
     checkpoint = draft_checkpoint(config)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.folder} cannot be loaded to be trained: {error}") from error
+    model = load_whole_model(Path(checkpoint.folder), torch.float32, attn_implementation="sdpa")
     sampler = Sampler(speculative.compile.cache_dir)
     sampler.warm_up()
     return OnlineTrainer(

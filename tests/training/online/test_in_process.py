@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from specdec.core.errors import ConfigError
+from specdec.core.errors import CheckpointError, ConfigError
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -158,3 +161,14 @@ def test_who_learns_has_to_say_from_what(config: EngineConfig) -> None:
     silent = config.model_copy(update={"speculative_config": speculative})
     with pytest.raises(ConfigError, match="nothing says what to learn from"), learning_engine(silent):
         pass
+
+
+def test_a_draft_model_that_lacks_weights_does_not_learn(config: EngineConfig, tmp_path: Path) -> None:
+    """transformers would draw them by chance."""
+    folder = shutil.copytree(str(config.speculative_config.model), tmp_path / "draft")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    speculative = config.speculative_config.model_copy(update={"model": str(folder)})
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* first model\.norm\.weight"):
+        load_trainer(config.model_copy(update={"speculative_config": speculative}))
