@@ -17,7 +17,7 @@ from specdec.core.errors import UserError
 from specdec.core.loops import LOOP_WINDOW, ends_in_loop
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.model.loader import load_tokenizer
+from specdec.model.tokenizer import load_tokenizer
 from training.corpus import load_corpus
 from training.prompts import PromptClass, select_prompts
 

@@ -37,7 +37,7 @@ from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3, Eagle3Settings, default_fused_layers
 from specdec.drafters.vocabulary import DraftVocabulary
-from specdec.model.loader import load_tokenizer
+from specdec.model.tokenizer import load_tokenizer
 from training.corpus import load_corpus
 from training.drafters.capture import Capture
 from training.drafters.groundwork import load_frozen

@@ -31,7 +31,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.model.config import ModelConfig
-from specdec.model.loader import load_tokenizer
+from specdec.model.tokenizer import load_tokenizer
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer

@@ -36,7 +36,7 @@ from deploy.openai.tokenization import HuggingFaceTokenizer as DoorTokenizer
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.model.loader import load_tokenizer
+from specdec.model.tokenizer import load_tokenizer
 
 _MIB = 1 << 20
 _NUM_STEMS = 8

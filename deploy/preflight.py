@@ -153,7 +153,7 @@ def check_models(engine: EngineConfig) -> None:
     try:
         checkpoints = [open_checkpoint(folder) for folder in folders]
     except CheckpointError:
-        from specdec.model.loader import check_servable  # seconds, which nobody else has to wait for
+        from specdec.model.on_paper import check_servable  # seconds, which nobody else has to wait for
 
         check_servable(engine.target)
         raise

@@ -72,8 +72,7 @@ class DraftWorkerProcess:
         from specdec.engine.build import build_draft_grammars, build_draft_proposer, build_remote_heads
         from specdec.engine.draft_server import DraftServer
         from specdec.engine.text_tap import TextTap
-        from specdec.model.device_name import device_name
-        from specdec.model.loader import resolve_device
+        from specdec.model.devices import device_name, resolve_device
         from specdec.transport.nccl import nccl_lanes
         from specdec.transport.torch_dist import TorchDistChannel
         from specdec.transport.zmq import ZmqChannel

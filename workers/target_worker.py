@@ -63,7 +63,7 @@ class TargetWorkerProcess:
         # Only now, since OpenMP reads its settings when torch is loaded.
         from specdec.engine.build import build_target
         from specdec.engine.target_server import TargetServer
-        from specdec.model.loader import resolve_device
+        from specdec.model.devices import resolve_device
         from specdec.transport.nccl import nccl_lanes
         from specdec.transport.zmq import ZmqChannel
 

@@ -102,15 +102,9 @@ class HuggingFaceTokenizer:
         Raises:
             CheckpointError: the folder holds no (fast) tokenizer that transformers can load.
         """
-        # Not by specdec.model.loader: that imports all that models need, and a door starts quickly.
-        from transformers import AutoTokenizer
+        from specdec.model.tokenizer import load_tokenizer  # transformers: seconds
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-            raise CheckpointError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+        tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise CheckpointError(f"the tokenizer of {folder} has no tokenizer.json, which serving needs")
         return cls(tokenizer)

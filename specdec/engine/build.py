@@ -135,8 +135,7 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
 
 def draft_devices_of(config: SpeculativeConfig) -> tuple[str, ...]:
     """Return what draft models run on that are loaded in this process."""
-    from specdec.model.device_name import device_name
-    from specdec.model.loader import resolve_device
+    from specdec.model.devices import device_name, resolve_device
 
     names = (device_name(resolve_device(one.device)) for one in config.choices if one.model is not None)
     return tuple(sorted(set(names)))
@@ -182,7 +181,7 @@ def build_target(
     from specdec.engine.rank_leader import LeadingTarget
 
     if ranks is None:
-        from specdec.model.loader import check_servable
+        from specdec.model.on_paper import check_servable
 
         check_servable(config.target)  # starting ranks takes long, for an error that all of them would have
     size, device = config.target.num_ranks, config.target.device
@@ -444,7 +443,7 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
     from specdec.engine.rank_leader import LeadingProposer
 
     if ranks is None:
-        from specdec.model.loader import check_servable
+        from specdec.model.on_paper import check_servable
         from specdec.proposers.draft_model_factory import draft_model_config
 
         check_servable(draft_model_config(speculative, _facts_of_folder(config)))
@@ -568,7 +567,7 @@ def build_tokenizer(config: EngineConfig) -> Tokenizer:
     Raises:
         CheckpointError: it is missing or unreadable.
     """
-    from specdec.model.loader import load_tokenizer
+    from specdec.model.tokenizer import load_tokenizer
 
     target = config.target
     return HuggingFaceTokenizer(load_tokenizer(target.model, trust_remote_code=target.trust_remote_code))

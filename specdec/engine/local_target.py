@@ -37,7 +37,7 @@ from specdec.engine.work_rows import (
 from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
-from specdec.model.device_name import device_name
+from specdec.model.devices import device_name
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop

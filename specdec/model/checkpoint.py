@@ -9,6 +9,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -187,3 +188,12 @@ def _first_bytes_hint(prefix: bytes, size: int) -> str:
     if prefix.startswith(b"version "):
         return "it is a Git LFS pointer, fetch the file itself (git lfs pull)"
     return f"its header does not fit into its {size} bytes (truncated or corrupt)"
+
+
+@contextmanager
+def foreign_files(problem: str) -> Iterator[None]:
+    """Turn whatever transformers stumbles over in a model folder into an error that says so."""
+    try:
+        yield
+    except Exception as error:  # its checks of foreign files raise errors of many libraries
+        raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 from specdec.core.errors import CheckpointError
 from specdec.model.checkpoint import open_checkpoint
 from specdec.model.config import ModelConfig
-from specdec.model.loader import check_servable
+from specdec.model.on_paper import check_servable
 from specdec.model.stored_tensors import named_tensors
 
 

@@ -8,11 +8,12 @@ from typing import NamedTuple
 from specdec.core.idle_work import IdleWork
 from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.config import ModelConfig
-from specdec.model.loader import LoadedModel, check_same_tokenizer, load_model
+from specdec.model.loader import LoadedModel, load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.rank_graphs import compile_over_ranks
 from specdec.model.rotary import RotaryRule
 from specdec.model.runner import ModelRunner
+from specdec.model.tokenizer import check_same_tokenizer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_graph import GraphedDraftLoop, loop_bytes
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop

@@ -12,8 +12,10 @@ from torch import nn
 
 from specdec.drafters.base import Borrowed, Drafter, TargetParts
 from specdec.model.config import ModelConfig
+from specdec.model.devices import resolve_device
 from specdec.model.facts import read_facts
-from specdec.model.loader import LoadedModel, check_servable, resolve_device
+from specdec.model.loader import LoadedModel
+from specdec.model.on_paper import check_servable
 from specdec.model.whole_ends import End, read_end, read_module, require_plain
 
 _ENDS: tuple[End, ...] = ("embeddings", "head")

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.core.errors import ConfigError
 from specdec.drafters.base import FINAL_NORM, TargetParts
 from specdec.model.checkpoint import open_checkpoint
-from specdec.model.loader import check_same_tokenizer
 from specdec.model.parallel.plan import UnsupportedParallelism
 from specdec.model.parallel.stages import layer_stack
+from specdec.model.tokenizer import check_same_tokenizer
 from training.divergence import divergence
 from training.draft_distillation import LOSS_TEMPERATURES, SAMPLE_TEMPERATURES, cycled
 from training.drafters.acceptance import evaluate_language_model

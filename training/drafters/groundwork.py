@@ -19,8 +19,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.drafters.base import TargetParts
 from specdec.model.checkpoint import Checkpoint, open_checkpoint, outline_of, revision_of
-from specdec.model.loader import load_tokenizer
 from specdec.model.rotary import longest_sequence
+from specdec.model.tokenizer import load_tokenizer
 from training.checkpointing import replace_file
 from training.drafters.capture import Capture, KeptStates
 from training.drafters.folders import described_run, note_run, require_free, require_same_run

@@ -16,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from specdec.attention.base import LayerAttention
 from specdec.attention.hf import ATTENTION_NAME, AttentionProbe
-from specdec.core.errors import CheckpointError, ConfigError, ResourceError
+from specdec.core.errors import CheckpointError, ConfigError
 from specdec.model.checkpoint import open_checkpoint, revision_of
 from specdec.model.config import ModelConfig
+from specdec.model.facts import head_dims_of
 from specdec.model.inspection import TESTED_MODEL_TYPES, paged_forward_error
-from specdec.model.loader import _head_dims, check_same_tokenizer, load_model, load_tokenizer
-from tests.architectures import ARCHITECTURES, VOCAB_SIZE, make_tokenizer, save_model
+from specdec.model.loader import load_model
+from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
 
 WEIGHTS = "model.safetensors"
 
@@ -398,11 +399,6 @@ def test_max_model_len(original: Path) -> None:
         load(original, max_model_len=257)
 
 
-def test_an_unusable_device(original: Path) -> None:
-    with pytest.raises(ResourceError, match="device 'no-such-device' cannot be used"):
-        load(original, device="no-such-device")
-
-
 @pytest.mark.parametrize(
     ("sizes", "settings", "message"),
     [
@@ -437,66 +433,5 @@ def test_flashinfer_is_refused_before_weights_are_read(
 )
 def test_head_sizes_on_paper_are_those_of_the_model(tmp_path: Path, architecture: str, head_dim: int) -> None:
     save_model(tmp_path, architecture)
-    assert _head_dims(transformers.AutoConfig.from_pretrained(tmp_path)) == (head_dim,)
+    assert head_dims_of(transformers.AutoConfig.from_pretrained(tmp_path)) == (head_dim,)
     assert {layer.head_dim for layer in load(tmp_path).layers} == {head_dim}
-
-
-# ------------------------------------------------------------------------------------------ tokenizers
-
-
-def save_tokenizer(folder: Path, **changes: Any) -> Path:
-    tokenizer = make_tokenizer(changes.pop("vocab_size", VOCAB_SIZE))
-    for name, value in changes.items():
-        setattr(tokenizer, name, value)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_the_tiny_tokenizer_survives_a_round_trip(original: Path) -> None:
-    tokenizer = load_tokenizer(original)
-    assert tokenizer.decode(tokenizer.encode("hello, there")) == "hello, there"
-
-
-def test_a_folder_without_tokenizer(folder: Path, tmp_path: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="has no tokenizer that can be loaded"):
-        load_tokenizer(folder)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        load_tokenizer(tmp_path / "nowhere")
-
-
-def test_equal_tokenizers_pass_silently(tmp_path: Path) -> None:
-    target, draft = save_tokenizer(tmp_path / "target"), save_tokenizer(tmp_path / "draft")
-    assert check_same_tokenizer(target, draft) == ()
-
-
-def test_the_first_different_token_is_named(tmp_path: Path) -> None:
-    target, draft = save_tokenizer(tmp_path / "target"), save_tokenizer(tmp_path / "draft")
-    file = draft / "tokenizer.json"
-    content = json.loads(file.read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
-    file.write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match="token id 35 is 'B' in the draft and 'A' in the target"):
-        check_same_tokenizer(target, draft)
-
-
-@pytest.mark.parametrize(("target_size", "draft_size"), [(VOCAB_SIZE, 120), (120, VOCAB_SIZE)])
-def test_a_token_that_only_one_knows_is_a_difference(
-    tmp_path: Path, target_size: int, draft_size: int
-) -> None:
-    target = save_tokenizer(tmp_path / "target", vocab_size=target_size)
-    draft = save_tokenizer(tmp_path / "draft", vocab_size=draft_size)
-    with pytest.raises(CheckpointError, match=r"token id 120 is .*absent in the"):
-        check_same_tokenizer(target, draft)
-
-
-def test_other_special_tokens_and_templates_are_warnings(tmp_path: Path) -> None:
-    target = save_tokenizer(tmp_path / "target", chat_template="{{ messages }}", pad_token="<eos>")
-    draft = save_tokenizer(tmp_path / "draft", chat_template="{{ message }}", pad_token="<bos>")
-    special, template = check_same_tokenizer(target, draft)
-    assert (
-        special
-        == "special token pad_token is '<bos>' in the draft model's tokenizer and '<eos>' in the target's"
-    )
-    assert template == "the chat templates of draft model and target differ from character 10 on"

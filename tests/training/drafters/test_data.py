@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.core.errors import ConfigError, ResourceError
 from specdec.drafters.base import FINAL_NORM
-from specdec.model.loader import load_tokenizer
+from specdec.model.tokenizer import load_tokenizer
 from tests.architectures import make_tokenizer
 from training.drafters.capture import Capture, KeptStates
 from training.drafters.rows import Rows

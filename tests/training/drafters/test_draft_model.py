@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.core.errors import CheckpointError, ConfigError
-from specdec.model.loader import check_same_tokenizer, load_tokenizer
+from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
 from tests.training.drafters.test_train import TINY, losses, options
 from training.drafters.acceptance import evaluate_language_model
 from training.drafters.draft_model import REFRESH_STEPS, Vocabularies, first_layers, is_on_policy

@@ -1,4 +1,4 @@
-"""What a model runs on, in words: costs are measured for it, and are of no use on another."""
+"""What a model runs on, and its name: costs are measured for it, and are of no use on another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from pathlib import Path
 
 import torch
 
+from specdec.core.errors import ResourceError
+
 _CPU_INFO = Path("/proc/cpuinfo")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device of a configuration's `device`.
+
+    Raises:
+        ResourceError: it cannot be used.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ResourceError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def device_name(device: torch.device) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.model import device_name as module
-from specdec.model.device_name import device_name
+from specdec.core.errors import ResourceError
+from specdec.model import devices as module
+from specdec.model.devices import device_name, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -33,3 +34,8 @@ def test_where_the_system_tells_nothing_there_is_still_a_name(
 def test_a_gpu_is_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA No. {device.index}")
     assert device_name(torch.device("cuda", 1)) == "cuda NVIDIA No. 1"
+
+
+def test_an_unusable_device() -> None:
+    with pytest.raises(ResourceError, match="device 'no-such-device' cannot be used"):
+        resolve_device("no-such-device")

@@ -1,0 +1,83 @@
+"""The tokenizer of a model folder, and whether two models mean the same by a token id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+
+from specdec.core.errors import CheckpointError
+from specdec.model.checkpoint import (
+    foreign_files,
+)
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder.
+
+    Raises:
+        CheckpointError: the folder or the tokenizer's files are missing or unreadable.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"model folder {folder} does not exist")
+    with foreign_files(f"{folder} has no tokenizer that can be loaded"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    return tokenizer
+
+
+def check_same_tokenizer(target_path: str | Path, draft_path: str | Path) -> tuple[str, ...]:
+    """Check that a draft model means by every token id what the target means by it.
+
+    Vocabulary sizes of models say nothing (they are padded differently), so the tokenizers are compared,
+    token text by token text.
+
+    Returns:
+        Warnings for the user: differences in special tokens or in the chat template. They do not make
+        drafts wrong, but the two models may have been trained for different formats.
+
+    Raises:
+        CheckpointError: a token id with different texts, or known to only one of the two; or one of the
+            tokenizers cannot be loaded.
+    """
+    target, draft = load_tokenizer(target_path), load_tokenizer(draft_path)
+    target_texts = {token_id: text for text, token_id in target.get_vocab().items()}
+    draft_texts = {token_id: text for text, token_id in draft.get_vocab().items()}
+    for token_id in sorted(target_texts.keys() | draft_texts.keys()):
+        ours, theirs = target_texts.get(token_id), draft_texts.get(token_id)
+        if ours != theirs:
+            raise CheckpointError(
+                f"the draft model {draft_path} has another tokenizer than the target {target_path}: token id "
+                f"{token_id} is {_text_or_absent(theirs)} in the draft and {_text_or_absent(ours)} in the "
+                "target; a draft model must use the target's tokenizer"
+            )
+    return tuple(_format_differences(target, draft))
+
+
+def _text_or_absent(text: str | None) -> str:
+    return "absent" if text is None else repr(text)
+
+
+def _format_differences(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> Iterator[str]:
+    ours: dict[str, Any] = dict(target.special_tokens_map)
+    theirs: dict[str, Any] = dict(draft.special_tokens_map)
+    for name in sorted(ours.keys() | theirs.keys()):
+        if str(ours.get(name)) != str(theirs.get(name)):
+            yield (
+                f"special token {name} is {theirs.get(name)!r} in the draft model's tokenizer and "
+                f"{ours.get(name)!r} in the target's"
+            )
+            break
+    our_template, their_template = str(target.chat_template or ""), str(draft.chat_template or "")
+    if our_template != their_template:
+        pairs = zip(our_template, their_template, strict=False)
+        same = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+        place = min(len(our_template), len(their_template)) if same is None else same
+        yield f"the chat templates of draft model and target differ from character {place} on"

@@ -1,0 +1,72 @@
+"""Loading tokenizers, and the errors that say where two of them differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.core.errors import CheckpointError
+from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
+from tests.architectures import VOCAB_SIZE, make_tokenizer
+
+
+def save_tokenizer(folder: Path, **changes: Any) -> Path:
+    tokenizer = make_tokenizer(changes.pop("vocab_size", VOCAB_SIZE))
+    for name, value in changes.items():
+        setattr(tokenizer, name, value)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_tiny_tokenizer_survives_a_round_trip(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("hello, there")) == "hello, there"
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "folder")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no tokenizer that can be loaded"):
+        load_tokenizer(folder)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+def test_equal_tokenizers_pass_silently(tmp_path: Path) -> None:
+    target, draft = save_tokenizer(tmp_path / "target"), save_tokenizer(tmp_path / "draft")
+    assert check_same_tokenizer(target, draft) == ()
+
+
+def test_the_first_different_token_is_named(tmp_path: Path) -> None:
+    target, draft = save_tokenizer(tmp_path / "target"), save_tokenizer(tmp_path / "draft")
+    file = draft / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="token id 35 is 'B' in the draft and 'A' in the target"):
+        check_same_tokenizer(target, draft)
+
+
+@pytest.mark.parametrize(("target_size", "draft_size"), [(VOCAB_SIZE, 120), (120, VOCAB_SIZE)])
+def test_a_token_that_only_one_knows_is_a_difference(
+    tmp_path: Path, target_size: int, draft_size: int
+) -> None:
+    target = save_tokenizer(tmp_path / "target", vocab_size=target_size)
+    draft = save_tokenizer(tmp_path / "draft", vocab_size=draft_size)
+    with pytest.raises(CheckpointError, match=r"token id 120 is .*absent in the"):
+        check_same_tokenizer(target, draft)
+
+
+def test_other_special_tokens_and_templates_are_warnings(tmp_path: Path) -> None:
+    target = save_tokenizer(tmp_path / "target", chat_template="{{ messages }}", pad_token="<eos>")
+    draft = save_tokenizer(tmp_path / "draft", chat_template="{{ message }}", pad_token="<bos>")
+    special, template = check_same_tokenizer(target, draft)
+    assert (
+        special
+        == "special token pad_token is '<bos>' in the draft model's tokenizer and '<eos>' in the target's"
+    )
+    assert template == "the chat templates of draft model and target differ from character 10 on"
