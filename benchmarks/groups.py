@@ -137,11 +137,11 @@ class TwoGroups:
         Raises:
             GroupDied: a process ended instead.
         """
-        from specdec.engine.build import build_tokenizer
         from specdec.engine.engine import Engine
         from specdec.engine.remote_proposer import RemoteProposer
         from specdec.engine.remote_target import RemoteTarget
         from specdec.engine.synthetic import SyntheticTarget
+        from specdec.engine.tokenizer import build_tokenizer
         from specdec.proposers.base import ProposerCapabilities
 
         self.controller = ChosenController()
@@ -246,7 +246,8 @@ def _make_server(
     role: Role, config: EngineConfig
 ) -> tuple[TargetServer | DraftServer, ModelRunner, ZmqChannel]:
     from specdec.core.idle_work import idle_work_of
-    from specdec.engine.build import build_draft_proposer, build_target
+    from specdec.engine.build_drafter import build_draft_proposer
+    from specdec.engine.build_target import build_target
     from specdec.engine.draft_server import DraftServer
     from specdec.engine.local_target import LocalTarget
     from specdec.engine.target_server import TargetServer

@@ -18,7 +18,7 @@ from cluster.worker_handle import WorkerHandle
 from specdec.core.description import TargetDescription
 from specdec.core.errors import TransportError
 from specdec.core.idle_work import WorkState
-from specdec.engine.build import build_tokenizer, kv_budgets_of
+from specdec.engine.build import kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of, drafters_of, modes_of
 from specdec.engine.draft_messages import longest_message_bytes
@@ -27,7 +27,7 @@ from specdec.engine.hidden_routing import HiddenRouting
 from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.tokenizer import Tokenizer, build_tokenizer
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_each, create_proposer, with_fallback

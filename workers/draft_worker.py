@@ -69,7 +69,11 @@ class DraftWorkerProcess:
         speculative = config.speculative_config
         num_threads = prepare_threads(threads_per_rank(speculative.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
-        from specdec.engine.build import build_draft_grammars, build_draft_proposer, build_remote_heads
+        from specdec.engine.build_drafter import (
+            build_draft_grammars,
+            build_draft_proposer,
+            build_remote_heads,
+        )
         from specdec.engine.draft_server import DraftServer
         from specdec.engine.text_tap import TextTap
         from specdec.model.devices import device_name, resolve_device
@@ -206,7 +210,7 @@ def _bounded(options: ZmqOptions, config: EngineConfig) -> ZmqOptions:
 
     At most it tells of all that it runs, from the first token on, and goes on before it has an answer.
     """
-    from specdec.engine.build import longest_draft_message
+    from specdec.engine.build_drafter import longest_draft_message
 
     longest = longest_draft_message(config)
     if longest is None:

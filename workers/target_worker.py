@@ -61,7 +61,7 @@ class TargetWorkerProcess:
         prepare_logging(peer_id)
         num_threads = prepare_threads(threads_per_rank(config.target.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
-        from specdec.engine.build import build_target
+        from specdec.engine.build_target import build_target
         from specdec.engine.target_server import TargetServer
         from specdec.model.devices import resolve_device
         from specdec.transport.nccl import nccl_lanes

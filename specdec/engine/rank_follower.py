@@ -19,7 +19,8 @@ import msgspec
 from specdec.core.ids import RequestId, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.build import build_draft_grammars, build_draft_part, build_target_part
+from specdec.engine.build_drafter import build_draft_grammars, build_draft_part
+from specdec.engine.build_target import build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.local_target import LocalTarget

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from specdec.engine.config import EngineConfig
+
 
 class TokenDecoder(Protocol):
     """Tokens to text."""
@@ -79,3 +81,15 @@ def special_ids_of(tokenizer: Any) -> frozenset[int]:
     added = {} if backend is None else backend.get_added_tokens_decoder()
     hidden = {token_id for token_id, token in added.items() if token.special}
     return frozenset(tokenizer.all_special_ids) | hidden
+
+
+def build_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Load the target's tokenizer.
+
+    Raises:
+        CheckpointError: it is missing or unreadable.
+    """
+    from specdec.model.tokenizer import load_tokenizer
+
+    target = config.target
+    return HuggingFaceTokenizer(load_tokenizer(target.model, trust_remote_code=target.trust_remote_code))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from specdec.engine.build import draft_checkpoint
+from specdec.engine.build_drafter import draft_checkpoint
 from specdec.engine.config import EngineConfig
 from specdec.sampling.sampler import Sampler
 from training.online.trainer import OnlineTrainer

@@ -9,13 +9,9 @@ from typing import Any
 
 from cluster.pool_drafter import capabilities_in_pool, drafter_of_pool
 from specdec.core.clock import Clock, ManualClock
-from specdec.engine.build import (
-    build_draft_proposer,
-    build_remote_heads,
-    build_target,
-    build_tokenizer,
-    kv_budgets_of,
-)
+from specdec.engine.build import kv_budgets_of
+from specdec.engine.build_drafter import build_draft_proposer, build_remote_heads
+from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, drafters_of
 from specdec.engine.draft_server import DraftServer
@@ -28,6 +24,7 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.target import Target
 from specdec.engine.target_server import TargetServer
+from specdec.engine.tokenizer import build_tokenizer
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig

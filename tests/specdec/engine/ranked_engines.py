@@ -18,12 +18,14 @@ import torch
 
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.sampling_params import Grammar, LogprobsMode, SamplingParams
-from specdec.engine.build import build_target, build_target_part, build_tokenizer, kv_budgets_of
+from specdec.engine.build import kv_budgets_of
+from specdec.engine.build_target import build_target, build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.offline import choice_requests
 from specdec.engine.rank_follower import follow
 from specdec.engine.rank_leader import LeadingTarget
+from specdec.engine.tokenizer import build_tokenizer
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from specdec.core.clock import ManualClock
-from specdec.engine.build import build_remote_heads, build_target
+from specdec.engine.build_drafter import build_remote_heads
+from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.engine import Engine

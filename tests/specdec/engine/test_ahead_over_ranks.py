@@ -10,7 +10,7 @@ import pytest
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.build import build_draft_grammars, build_draft_part
+from specdec.engine.build_drafter import build_draft_grammars, build_draft_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.rank_follower import follow_drafter
 from specdec.engine.rank_leader import LeadingProposer

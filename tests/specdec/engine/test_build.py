@@ -15,12 +15,9 @@ from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.engine.build import (
-    build_draft_proposer,
-    build_target,
-    draft_bytes,
-    longest_draft_message,
-)
+from specdec.engine.build import draft_bytes
+from specdec.engine.build_drafter import build_draft_proposer, longest_draft_message
+from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of
 from specdec.engine.engine import Engine

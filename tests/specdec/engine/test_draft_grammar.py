@@ -15,7 +15,7 @@ from specdec.core.clock import ManualClock
 from specdec.core.errors import InputError
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import Grammar, SamplingParams
-from specdec.engine.build import build_draft_part
+from specdec.engine.build_drafter import build_draft_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.draft_server import DraftServer

@@ -18,7 +18,7 @@ import transformers
 from specdec.attention.sdpa import SdpaAttention
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.build import build_target
+from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget

@@ -18,7 +18,7 @@ from specdec.core.errors import TransportError
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.core.sampling_params import LogprobsMode
-from specdec.engine.build import build_target_part
+from specdec.engine.build_target import build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.rank_follower import follow

@@ -22,10 +22,11 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, SlotMove, TargetStep, TargetWork
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.attention_watch import AttentionWatch
-from specdec.engine.build import build_target_part, build_tokenizer
+from specdec.engine.build_target import build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
+from specdec.engine.tokenizer import build_tokenizer
 from specdec.kv.block_scores import DECAY, MAX_WINDOW, BlockScores
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvPolicyName, KvSelectionConfig
