@@ -6,25 +6,22 @@ disjoint cohorts of requests, one cohort is drafted for while the other is verif
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from specdec.core.clock import Clock
 from specdec.core.error_codes import GRAMMAR_FAILED, NON_FINITE_LOGITS
-from specdec.core.errors import ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
-from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.plan import TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.rows_beside import RowsBeside
+from specdec.engine.answer_checks import require_answer
 from specdec.engine.drafting import Drafting, Proposals
-from specdec.engine.grammar_drafts import masked_draft
 from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import EngineMetrics
+from specdec.engine.packing import Packer
 from specdec.engine.roster import Roster
 from specdec.engine.round_counts import FinishedRound, RoundCounts
 from specdec.engine.round_times import RoundTimes
@@ -124,6 +121,7 @@ class RoundLoop:
         self._beside = beside
         self._rule = capabilities_of(target.description.rule)
         self._drafting = Drafting(proposer, target.description, self._rule, metrics, drafter_names)
+        self._packer = Packer(roster, self._drafting, needs_p_rows=self._rule.needs_p_rows)
         shadows = proposer.shadows if isinstance(proposer, SeveralProposers) else ()
         self._shadows = Shadows(shadows, metrics, clock)
         self._ahead: AsksAhead | None = None
@@ -131,7 +129,6 @@ class RoundLoop:
             self._ahead = proposer
         self._asks = proposer if isinstance(proposer, AsksOthers) else None
         self._hears_beside = proposer if isinstance(proposer, HearsBeside) else None
-        self._step_ids = itertools.count()
         self._kv_generation: int | None = None
         self._flights: deque[_Flight] = deque()
         self._landed_s: float | None = None
@@ -224,7 +221,7 @@ class RoundLoop:
         is_read_beside = self._is_read_beside(plan)
         proposals = {} if is_read_beside else self._drafting.propose(plan, self._roster.running)
         proposed_s = self._clock.now_s()
-        step = self._pack(plan, proposals)
+        step = self._packer.pack(plan, proposals)
         lives = [self._roster.running[work.request_id] for work in step.works]
         for live in lives:
             live.is_in_flight = True
@@ -287,7 +284,8 @@ class RoundLoop:
     def _land(self, flight: _Flight) -> list[RequestOutput]:
         """Wait for the answer to a flight and commit it."""
         awaited_s = self._clock.now_s()
-        result = self._collect(flight.step)
+        result = self._target.collect()
+        require_answer(flight.step, result, may_verify=self._rule.needs_p_rows)
         verified_s = self._clock.now_s()
         waited_s, delay_s, behind_s = verified_s - awaited_s, self._beside_s, self._behind_submit_s
         self._beside_s = self._behind_submit_s = 0.0
@@ -319,75 +317,6 @@ class RoundLoop:
         self._metrics.num_preemptions += len(plan.preempted)
         return plan
 
-    def _pack(self, plan: RoundPlan, proposals: Proposals) -> TargetStep:
-        admitted: list[AdmittedSequence] = []
-        works: list[TargetWork] = []
-        for request_id, num_tokens in plan.num_tokens.items():
-            live = self._roster.running[request_id]
-            if not live.is_known_to_target:
-                live.is_known_to_target = True
-                admitted.append(live.admission(tells_tokens=self._drafting.tells_tokens))
-            room = plan.num_draft_tokens.get(request_id, 0)
-            num_beside = plan.num_rows_beside.get(request_id, 0)
-            end = live.num_computed + num_tokens - room - num_beside
-            proposal, masks, num_self_drafted = proposals.get(request_id), None, 0
-            if live.grammar is not None and end == live.committed_len and live.generates:
-                needs_p_rows = self._rule.needs_p_rows
-                proposal, masks = masked_draft(live, live.grammar, proposal, room, needs_p_rows=needs_p_rows)
-                proposals[request_id] = proposal
-            elif self._drafts_at_target(live) and end == live.committed_len and proposal is None:
-                num_self_drafted = room
-            work = self._work(live, end, proposal, masks, num_self_drafted)
-            beside = None if proposal is None else proposal.beside
-            if beside is not None and beside.num_rows <= num_beside:
-                work = msgspec.structs.replace(work, beside=beside)
-            works.append(work)
-        return TargetStep(
-            step_id=next(self._step_ids),
-            works=tuple(works),
-            admitted=tuple(admitted),
-            released=self._roster.take_forgotten(),
-            moves=self._roster.take_moves(),
-        )
-
-    def _drafts_at_target(self, live: LiveRequest) -> bool:
-        return self._drafting.is_at_target(live) and live.generates
-
-    def _work(
-        self,
-        live: LiveRequest,
-        end: int,
-        proposal: Proposal | None,
-        masks: tuple[bytes, ...] | None,
-        num_self_drafted: int,
-    ) -> TargetWork:
-        """Return the work of committed tokens up to `end` and a proposal behind them."""
-        drafted: tuple[int, ...] = ()
-        noise_stream, q_rows, parents = None, None, None
-        if proposal is not None:
-            drafted = proposal.token_ids
-            if proposal.parents is not None:
-                num_before = end - live.num_computed
-                parents = tuple(num_before + parent for parent in proposal.parents)
-            if self._rule.needs_p_rows:
-                noise_stream, q_rows = proposal.noise_stream, proposal.q_rows
-        update = live.table.take_update()
-        return TargetWork(
-            request_id=live.request_id,
-            token_ids=(*live.token_ids[live.num_computed : end], *drafted),
-            start=live.num_computed,
-            num_sampled_rows=1 + len(drafted) if end == live.committed_len and live.generates else 0,
-            table_start=update.start,
-            block_ids=update.block_ids,
-            parents=parents,
-            noise_stream=noise_stream,
-            q_rows=q_rows,
-            masks=masks,
-            scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
-            num_self_drafted=num_self_drafted,
-            kv_budget=live.kv_budget if self._drafts_at_target(live) else 0,
-        )
-
     def _look_ahead(self, flight: _Flight) -> None:
         """Ask for continuations of what the round in flight may bring."""
         assert self._ahead is not None
@@ -410,40 +339,6 @@ class RoundLoop:
                 )
                 wishes.append(wish)
         self._ahead.look_ahead(wishes)
-
-    def _collect(self, step: TargetStep) -> TargetResult:
-        result = self._target.collect()
-        if result.step_id != step.step_id or len(result.results) != len(step.works):
-            raise ProtocolError(f"the target answered step {result.step_id} instead of {step.step_id}")
-        for work, answer in zip(step.works, result.results, strict=True):
-            num_tokens = len(answer.token_ids)
-            num_beside = 0 if work.beside is None else work.beside.num_answered
-            if len(answer.beside) not in (0, num_beside):
-                raise ProtocolError(
-                    f"{len(answer.beside)} tokens for {num_beside} rows beside those of {work.request_id}"
-                )
-            if answer.drafted:
-                self._require_own_draft(work, answer)
-            elif answer.error is None and num_tokens != work.num_sampled_rows:
-                if self._rule.needs_p_rows and 1 <= num_tokens < work.num_sampled_rows:
-                    continue  # it has verified the draft itself
-                raise ProtocolError(
-                    f"{num_tokens} tokens for {work.num_sampled_rows} rows of {work.request_id}"
-                )
-        return result
-
-    def _require_own_draft(self, work: TargetWork, answer: WorkResult) -> None:
-        """Raise ProtocolError when what the target has drafted is not what it was asked for."""
-        num_drafted, num_tokens = len(answer.drafted), len(answer.token_ids)
-        is_complete = num_tokens == num_drafted + 1 or (
-            num_tokens <= num_drafted
-            and (answer.error is not None or (self._rule.needs_p_rows and num_tokens > 0))
-        )
-        if num_drafted > work.num_self_drafted or not is_complete:
-            raise ProtocolError(
-                f"{num_tokens} tokens for {num_drafted} drafted ones of {work.request_id}, for which at most "
-                f"{work.num_self_drafted} were asked"
-            )
 
     def _commit(self, flight: _Flight, result: TargetResult, now_s: float) -> _Landing:
         if result.kv_generation != self._kv_generation:
