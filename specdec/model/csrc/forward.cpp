@@ -1,7 +1,7 @@
 // Runs a lowered forward: a list of instructions over buffers.
 //
 // specdec/model/lowering.py makes the list and decides where threads must wait for each other;
-// specdec/model/native_forward.py mirrors the structs.
+// specdec/model/instructions.py and native_forward.py mirror the structs.
 
 #include <chrono>
 #include <utility>
