@@ -30,6 +30,8 @@ _START_REPORT_S = 15.0
 """A worker that has not told how far its start is for so long is assumed not to be at it any more."""
 _MIN_QUIET_S = 60.0
 """A directory that nobody has called for so long, at least, ends itself."""
+_HEAD_NODE = "node:__internal_head__"
+"""What the head node alone has of, by Ray itself; Serve's controller has its place by it."""
 _LOOKS_PER_QUIET = 20
 
 
@@ -140,6 +142,9 @@ def open_directory(namespace: str, lease_s: float) -> Any:
             # Outside the placement group of whoever happens to make it: inside, the directory would end with
             # that replica, and wait for a restart in a group that is no more.
             scheduling_strategy="DEFAULT",
+            # With Ray's own state and Serve's controller: any other node would be one more that all have
+            # to see, and one that may be scaled away.
+            resources={_HEAD_NODE: 0.001},
         )
         .remote(lease_s)
     )

@@ -296,6 +296,17 @@ async def alive_nodes() -> int:
     return sum(node["Alive"] for node in nodes)
 
 
+def node_of_directory() -> str:
+    """Say where the directory is: on a node that groups do not see, it would take them for lost."""
+    import ray
+
+    from cluster.directory_actor import DIRECTORY_NAME
+
+    directory = ray.get_actor(DIRECTORY_NAME, namespace=CLUSTER.namespace)
+    where = directory.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+    return str(ray.get(where, timeout=LIMIT_S))
+
+
 def has_draft_worker(network: Network) -> bool:
     def title(process: int) -> str:
         try:
@@ -362,6 +373,7 @@ def main() -> None:
     print(f"started in {time.monotonic() - began_s:.0f} s", flush=True)
 
     async def all_of_them(service: object) -> None:
+        assert await asyncio.to_thread(node_of_directory) == ray.get_runtime_context().get_node_id()
         load = Load(service, wanted, expected)
         world = World(network, service, load)
         await load.more(NUM_CLIENTS)
