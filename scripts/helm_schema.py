@@ -174,6 +174,8 @@ class GcsFaultTolerance(Block):
     redis_address: str = ""
     existing_secret: NameOrNone = ""
     key: str = Field(min_length=1)
+    username: str = ""
+    username_key: str = ""
     external_storage_namespace: str = ""
 
 

@@ -36,7 +36,7 @@ class OnlineConfig(StrictConfig):
     held_back_share: float = Field(default=0.2, gt=0.0, le=0.5)
     """Share of the texts, by their prompts, that no version is trained on: versions are judged by them."""
     min_held_back_tokens: int = Field(default=1024, ge=1)
-    """Generated tokens of such texts without which nothing is judged, so that nothing is begun."""
+    """Tokens of such texts to judge by: with fewer nothing is judged, so that nothing is begun."""
     min_gain: float = Field(default=0.01, ge=0.0, le=1.0)
     """How much larger the acceptance of a version on these must be than that of the one that is served."""
     cpu_share: float = Field(default=0.25, gt=0.0, le=1.0)

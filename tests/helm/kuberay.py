@@ -7,6 +7,8 @@ The definitions are a megabyte and not kept here: `DRAFTHOUSE_KUBERAY_CRDS` name
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,10 @@ def problems(manifest: dict[str, Any], schema: dict[str, Any]) -> list[str]:
     """Return what the API server would refuse. Its defaults are applied first, as it does."""
     complete = _with_defaults(manifest, schema)
     errors = jsonschema.Draft7Validator(schema).iter_errors(complete)
-    return [f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors]
+    return [
+        *(f"{'.'.join(map(str, error.absolute_path))}: {error.message[:200]}" for error in errors),
+        *_repeated(complete, schema, ""),
+    ]
 
 
 def _tighten(schema: Any) -> None:
@@ -56,6 +61,19 @@ def _tighten(schema: Any) -> None:
         schema["additionalProperties"] = False
     for part in schema.values():
         _tighten(part)
+
+
+def _repeated(value: Any, schema: dict[str, Any], at: str) -> Iterator[str]:
+    """Lists that are maps have each key once, which JSON schema cannot say."""
+    if isinstance(value, list):
+        keys = schema.get("x-kubernetes-list-map-keys", ())
+        there = Counter(tuple(item.get(key) for key in keys) for item in value) if keys else Counter()
+        yield from (f"{at}: {named} {count} times" for named, count in there.items() if count > 1)
+        for index, item in enumerate(value):
+            yield from _repeated(item, schema.get("items", {}), f"{at}.{index}")
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _repeated(item, schema.get("properties", {}).get(name, {}), f"{at}.{name}")
 
 
 def _with_defaults(value: Any, schema: dict[str, Any]) -> Any:

@@ -65,7 +65,9 @@ EVERYTHING: Values = DRAFTED | {
     "ingress": {"replicas": 2},
     "target": {"maxGroups": 3, "priorityClassName": "high", "runtimeClassName": "nvidia"},
     "autoscaling": {"enabled": True, "resources": {"limits": {"cpu": "500m"}}},
-    "gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379", "existingSecret": "redis"},
+    "gcsFaultTolerance": {
+        "enabled": True, "redisAddress": "redis:6379", "existingSecret": "redis", "username": "ray"
+    },
     "expose": {"enabled": True, "host": "llm.example", "tlsSecret": "tls", "className": "nginx"},
     "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
     "models": {
@@ -81,8 +83,12 @@ EVERYTHING: Values = DRAFTED | {
         "prometheusRule": {"enabled": True},
         "dashboards": {"enabled": True},
     },
-    "draft": {"probes": {"readiness": {"exec": {"command": ["true"]}}}, "podLabels": {"team": "llm"}},
-    "extraEnv": [{"name": "A", "value": "b"}],
+    "draft": {
+        "probes": {"readiness": {"exec": {"command": ["true"]}}},
+        "podLabels": {"team": "llm"},
+        "extraEnv": [{"name": "A", "value": "c"}],
+    },
+    "extraEnv": [{"name": "A", "value": "b"}, {"name": "HF_HUB_OFFLINE", "value": "0"}],
     "extraVolumes": [{"name": "v", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "v", "mountPath": "/v"}],
     "extraObjects": [
@@ -96,6 +102,18 @@ def overriding(name: str, least: int = 1, most: int = 1) -> Values:
     """An override of one deployment, with bounds for its replicas."""
     bounds = {"min_replicas": least, "max_replicas": most}
     return {"serve": {"deployments": [{"name": name, "autoscaling_config": bounds}]}}
+
+
+def fixed_and_scaled(name: str) -> Values:
+    """An override that says how many there are, and how many there may be."""
+    values = overriding(name)
+    values["serve"]["deployments"][0]["num_replicas"] = 1
+    return values
+
+
+def redis(**more: str) -> Values:
+    """The head's state in Redis."""
+    return {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis:6379", **more}}
 
 
 def scaling(pool: str, **bounds: int) -> Values:
@@ -229,10 +247,19 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
             {"gcsFaultTolerance": {"enabled": True, "redisAddress": "r:1", "externalStorageNamespace": "x"}},
             "gcsFaultTolerance.externalStorageNamespace: a second cluster",
         ),
+        (None, redis(username="ray"), "gcsFaultTolerance.existingSecret: name a Secret with the user's"),
+        (None, redis(usernameKey="user"), "gcsFaultTolerance.existingSecret: name a Secret with the user's"),
+        (None, redis(existingSecret="r", username="ray", usernameKey="user"), "contradicts usernameKey"),
+        (None, {"config": {"http": {"num_replicas": 2}}}, "so their number is ingress.replicas"),
+        (None, {"extraEnv": [{"name": "HOME", "value": "/"}]}, "extraEnv: HOME is where compileCache is"),
+        ("gpu", {"draft": {"extraEnv": [{"name": "RAY_ADDRESS"}]}}, "draft.extraEnv: RAY_ADDRESS is KubeRay"),
+        (None, {"head": {"extraEnv": [{"value": "x"}]}}, "head.extraEnv: an entry has no name"),
         (None, {"expose": {"enabled": True}}, "expose.host: is required"),
         ("cpu-dev", {"tls": {"existingSecret": "x"}, "ingress": {"enabled": False}}, "needs ingress.enabled"),
         (None, {"tls": {"existingSecret": "x"}, "ingress": {"proxy": "haproxy"}}, "haproxy does not end TLS"),
         ("gpu", {"config": {"speculative_config": {"model": ""}}}, "needs the folder of a draft model"),
+        (None, fixed_and_scaled("Ingress"), "Ingress: num_replicas 1 contradicts autoscaling_config"),
+        ("gpu", fixed_and_scaled("DraftPool"), "DraftPool: num_replicas 1 contradicts autoscaling_config"),
         (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
         (None, overriding("DraftPool"), "no deployment DraftPool here"),
         (None, overriding("Coordinator", 3, 2), "Coordinator: min_replicas 3 is more than max_replicas 2"),
@@ -294,6 +321,25 @@ def test_kuberay_would_refuse_typos(
         block = block[key]
     block[new] = block.pop(old)
     assert any(new in problem for problem in kuberay.problems(service, kuberay_schema))
+
+
+@pytest.mark.parametrize(
+    ("place", "twice"),
+    [
+        ("env", {"name": "HF_HUB_OFFLINE", "value": "0"}),
+        ("volumeMounts", {"name": "v", "mountPath": "/tmp"}),
+        ("ports", {"containerPort": 8265}),
+    ],
+)
+def test_kuberay_would_refuse_what_is_there_twice(
+    place: str, twice: Values, kuberay_schema: dict[str, Any]
+) -> None:
+    service = copy.deepcopy(ray_service({}))
+    (container,) = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    container[place].append(twice)
+    (problem,) = kuberay.problems(service, kuberay_schema)
+    assert f"containers.0.{place}" in problem
+    assert "2 times" in problem
 
 
 def test_defaults_of_kuberay_count_before_what_it_requires(kuberay_schema: dict[str, Any]) -> None:
@@ -420,6 +466,86 @@ def test_models_whose_folders_are_spelled_alike_are_fetched_by_containers_of_the
         assert all(len(name) <= 63 for name in names)
 
 
+def fetching(**more: Any) -> Values:
+    """Each pod fetches a model into a volume of its own."""
+    return {"models": EVERYTHING["models"], **more}
+
+
+@pytest.mark.parametrize(("node_type", "is_fetched"), [("head", True), ("redis-cleanup", False)])
+def test_redis_is_emptied_without_fetching_models(node_type: str, is_fetched: bool, tmp_path: Path) -> None:
+    """KubeRay does so in a pod like the head's, and gives it five minutes."""
+    (fetch,) = groups_of(ray_service(fetching()))["head"]["template"]["spec"]["initContainers"]
+    (told,) = [one for one in fetch["env"] if one["name"] == "NODE_TYPE"]
+    assert told["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.labels['ray.io/node-type']"}}
+    double = tmp_path / "hf"
+    double.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$CALLS"\nexit 7\n')
+    double.chmod(0o755)
+    calls = tmp_path / "calls"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(calls),
+        "NODE_TYPE": node_type,
+    }
+    done = subprocess.run(fetch["command"], env=environment, check=False, timeout=60)
+    assert done.returncode == (7 if is_fetched else 0), "that of hf"
+    assert calls.exists() == is_fetched
+    if is_fetched:
+        wanted = ["download", "org/m", "--revision", "abc", "--local-dir", "/models/Target_1.0"]
+        assert calls.read_text().splitlines() == wanted
+
+
+def test_models_are_fetched_through_what_all_containers_get() -> None:
+    """A proxy, a mirror of the hub, a certificate authority."""
+    mirror = {"name": "HF_ENDPOINT", "value": "https://hub.example"}
+    token = {"name": "HF_TOKEN", "value": "x"}
+    mount = {"name": "v", "mountPath": "/v"}
+    values = fetching(
+        huggingFace={"existingSecret": "hf"},
+        extraEnv=[mirror, token, {"name": "NODE_TYPE", "value": "x"}],
+        extraVolumes=[{"name": "v", "emptyDir": {}}],
+        extraVolumeMounts=[mount],
+    )
+    for group in groups_of(ray_service(values)).values():
+        (fetch,) = group["template"]["spec"]["initContainers"]
+        assert [one["name"] for one in fetch["env"]] == ["HOME", "HF_TOKEN", "HF_ENDPOINT", "NODE_TYPE"]
+        assert fetch["env"][1:3] == [token, mirror]
+        assert "valueFrom" in fetch["env"][-1]
+        assert mount in fetch["volumeMounts"]
+
+
+def test_of_each_environment_variable_there_is_the_last(kuberay_schema: dict[str, Any]) -> None:
+    """Kubernetes refuses a list that has one twice."""
+    values = merged(
+        DRAFTED | SCALED,
+        {
+            "extraEnv": [
+                {"name": "A", "value": "1"},
+                {"name": "RAY_worker_niceness", "value": "5"},
+                {"name": "A", "value": "2"},
+            ],
+            "target": {
+                "extraEnv": [
+                    {"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+                    {"name": "HF_HUB_OFFLINE", "value": "0"},
+                ]
+            },
+        },
+    )
+    service = ray_service(values)
+    assert kuberay.problems(service, kuberay_schema) == []
+    before = groups_of(ray_service(DRAFTED | SCALED))
+    for name, group in groups_of(service).items():
+        (container,), (plain,) = (one["template"]["spec"]["containers"] for one in (group, before[name]))
+        names = [one["name"] for one in container["env"]]
+        assert names == [*(one["name"] for one in plain["env"]), "A"]
+        found = {one["name"]: one for one in container["env"]}
+        assert found["RAY_worker_niceness"]["value"] == "5"
+        assert found["HF_HUB_OFFLINE"]["value"] == ("0" if name == "target" else "1")
+        assert found["A"].get("value") == (None if name == "target" else "2")
+    scaler = service["spec"]["rayClusterConfig"]["autoscalerOptions"]["env"]
+    assert [one["name"] for one in scaler] == ["HOME", "A", "RAY_worker_niceness"]
+
+
 def test_pods_stay_where_nothing_moves_them() -> None:
     values = {"target": {"groups": 2}} | scaling("target_groups", max_groups=2)
     assert groups_of(ray_service(values))["target"]["minReplicas"] == 2
@@ -463,6 +589,20 @@ def test_overrides_of_deployments_reach_serve() -> None:
     assert deployments["Coordinator"]["autoscaling_config"] == autoscaling
     assert deployments["Ingress"]["max_ongoing_requests"] == 500
     assert deployments["Ingress"]["ray_actor_options"]["label_selector"] == {"pool": "ingress"}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("number", [{}, {"num_replicas": None}, {"num_replicas": "auto"}], ids=json.dumps)
+def test_doors_may_scale_between_bounds(replicas: int, number: Values) -> None:
+    """Serve takes no number of replicas beside them."""
+    values = merged(overriding("Ingress", 1, 2), {"ingress": {"replicas": replicas}})
+    values["serve"]["deployments"][0] |= number
+    config = serve_config(values)
+    ServeDeploySchema.model_validate(config)
+    (door,) = config["applications"][0]["deployments"]
+    assert door["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 2}
+    assert door.get("num_replicas") == number.get("num_replicas")
+    assert door["ray_actor_options"]["label_selector"] == {"pool": "ingress"}
 
 
 def test_ray_is_the_one_that_the_tests_run_with() -> None:
@@ -543,7 +683,7 @@ def test_what_looks_like_yaml_is_text() -> None:
     merged_values = merged(
         values,
         {
-            "gcsFaultTolerance": {"key": "2", "externalStorageNamespace": "3"},
+            "gcsFaultTolerance": {"key": "2", "externalStorageNamespace": "3", "username": "4"},
             "upgrade": {"type": "None"},
             "fullnameOverride": "llm",
         },
@@ -783,6 +923,19 @@ def test_the_account_outlives_the_release_where_redis_is_emptied_by_it() -> None
     assert "annotations" not in plain["metadata"]
 
 
+def test_redis_may_have_users() -> None:
+    secret = {"name": "redis", "key": "password"}
+    for more, user in (
+        ({}, None),
+        ({"username": "ray"}, {"value": "ray"}),
+        ({"usernameKey": "user"}, {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "user"}}}),
+    ):
+        cluster = ray_service(redis(existingSecret="redis", **more))["spec"]["rayClusterConfig"]
+        options = cluster["gcsFaultToleranceOptions"]
+        assert options.get("redisUsername") == user
+        assert options["redisPassword"] == {"valueFrom": {"secretKeyRef": secret}}
+
+
 def test_models_are_mounted_from_a_volume_that_is_not_written_to() -> None:
     def claim(values: Values) -> dict[str, Any]:
         volumes = groups_of(ray_service(values))["target"]["template"]["spec"]["volumes"]
@@ -940,6 +1093,16 @@ def test_log_lines_are_json_where_that_is_asked_for() -> None:
             (container,) = group["template"]["spec"]["containers"]
             given = {variable["name"]: variable.get("value") for variable in container["env"]}
             assert given.get(FORMAT_VARIABLE) == wanted
+
+
+def test_notes_say_how_to_see_whether_a_door_is_there() -> None:
+    """KubeRay's READY counts pods of target groups and draft workers, which have none."""
+    (line,) = [line for line in render_texts({})["NOTES.txt"].splitlines() if "component=ingress" in line]
+    selector = dict(part.split("=") for part in line.split(" -l ")[1].split(","))
+    for name, group in groups_of(ray_service({})).items():
+        is_door = selector.items() <= group["template"]["metadata"]["labels"].items()
+        assert is_door == (name == "ingress")
+    assert "component=ingress" not in render_texts({"ingress": {"enabled": False}})["NOTES.txt"]
 
 
 def test_notes_say_how_to_look_and_ask() -> None:

@@ -165,6 +165,24 @@ Fewest groups or workers of a pool: with the autoscaler, as many as Serve may go
 {{- $fewest -}}
 {{- end -}}
 
+{{/*
+Environment variables that cannot be given by hand, and why: they would contradict other values, and KubeRay takes what is
+given instead of its own, or refuses the cluster where nobody looks.
+*/}}
+{{- define "drafthouse.decidedEnv" -}}
+HOME: is where compileCache is mounted, in a root that is read-only
+RAY_ADDRESS: is KubeRay's, and how pods are drained
+RAY_AUTH_MODE: follows from rayAuth.enabled
+RAY_AUTH_TOKEN: comes from rayAuth.existingSecret
+RAY_ENABLE_AUTOSCALER_V2: follows from autoscaling.enabled
+RAY_REDIS_ADDRESS: is gcsFaultTolerance.redisAddress
+RAY_external_storage_namespace: is gcsFaultTolerance.externalStorageNamespace
+REDIS_PASSWORD: comes from gcsFaultTolerance.existingSecret
+REDIS_USERNAME: is gcsFaultTolerance.username, or comes from usernameKey there
+RAY_SERVE_ENABLE_HA_PROXY: follows from ingress.proxy
+RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up clients that do not read
+{{- end -}}
+
 {{/* What contradicts itself fails here, before anything is changed. */}}
 {{- define "drafthouse.check" -}}
 {{- $values := .Values -}}
@@ -234,6 +252,32 @@ Fewest groups or workers of a pool: with the autoscaler, as many as Serve may go
 {{- if and $values.gcsFaultTolerance.enabled $values.gcsFaultTolerance.externalStorageNamespace (ne $values.upgrade.type "None") -}}
 {{- fail "gcsFaultTolerance.externalStorageNamespace: a second cluster beside the first (upgrade.type: NewCluster) would write to the same place in Redis; leave it empty, or write upgrade.type: None" -}}
 {{- end -}}
+{{- with $values.gcsFaultTolerance -}}
+{{- if and .username .usernameKey -}}
+{{- fail "gcsFaultTolerance: username contradicts usernameKey; empty one of them" -}}
+{{- end -}}
+{{- if and .enabled (or .username .usernameKey) (not .existingSecret) -}}
+{{- fail "gcsFaultTolerance.existingSecret: name a Secret with the user's password, without which Ray takes no user name" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.ingress.enabled (hasKey (dig "http" dict $values.config) "num_replicas") -}}
+{{- fail "config.http.num_replicas: doors have pods of their own, so their number is ingress.replicas; leave it out" -}}
+{{- end -}}
+{{- $decided := include "drafthouse.decidedEnv" . | fromYaml -}}
+{{- $environments := dict "extraEnv" $values.extraEnv -}}
+{{- range $pool := list "head" "ingress" "target" "draft" -}}
+{{- $_ := set $environments (printf "%s.extraEnv" $pool) (index $values $pool).extraEnv -}}
+{{- end -}}
+{{- range $place, $variables := $environments -}}
+{{- range $variables -}}
+{{- if not (get . "name") -}}
+{{- fail (printf "%s: an entry has no name" $place) -}}
+{{- end -}}
+{{- if hasKey $decided .name -}}
+{{- fail (printf "%s: %s %s" $place .name (get $decided .name)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $doors := ternary (int $values.ingress.replicas) 0 (and $values.ingress.enabled (gt (int $values.ingress.replicas) 1)) -}}
 {{- $rooms := dict "Ingress" $doors "Coordinator" (max (int $target.groups) (int $target.maxGroups)) -}}
 {{- if include "drafthouse.hasDraftPool" . -}}
@@ -279,6 +323,9 @@ Fewest groups or workers of a pool: with the autoscaler, as many as Serve may go
 {{- $fewer := get (dict "Ingress" "ingress.replicas" "Coordinator" "target.groups" "DraftPool" "draft.workers") .name -}}
 {{- $more := get (dict "Ingress" "ingress.replicas" "Coordinator" "target.maxGroups" "DraftPool" "draft.maxWorkers") .name -}}
 {{- $fixed := dig "num_replicas" 0 . | int -}}
+{{- if and $fixed (get . "autoscaling_config") -}}
+{{- fail (printf "serve.deployments: %s: num_replicas %d contradicts autoscaling_config; leave one of them out" .name $fixed) -}}
+{{- end -}}
 {{- if and $room (gt $fixed $room) -}}
 {{- fail (printf "serve.deployments: %s: num_replicas %d, but there are pods for %d: raise %s" .name $fixed $room $fewer) -}}
 {{- end -}}

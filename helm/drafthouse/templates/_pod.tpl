@@ -50,20 +50,17 @@ spec:
     - name: fetch-{{ $index }}-{{ .folder | lower | replace "." "-" | replace "_" "-" | trunc 46 | trimSuffix "-" }}
       image: {{ include "drafthouse.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
-      command: [hf, download, {{ .repository | quote }}, --revision, {{ .revision | quote }}, --local-dir, {{ printf "%s/%s" $values.models.mountPath .folder | quote }}]
+      {{- /* KubeRay empties Redis in a pod like the head's, which has five minutes for all it does. */}}
+      command: [bash, -c, '[ "$NODE_TYPE" = redis-cleanup ] || exec "$0" "$@"', hf, download, {{ .repository | quote }}, --revision, {{ .revision | quote }}, --local-dir, {{ printf "%s/%s" $values.models.mountPath .folder | quote }}]
       securityContext: {{- toYaml $values.securityContext | nindent 8 }}
       resources:
         requests: {cpu: 500m, memory: 1Gi}
         limits: {cpu: "2", memory: 4Gi}
-      env:
-        - {name: HOME, value: /tmp}
-        {{- with $values.huggingFace.existingSecret }}
-        - name: HF_TOKEN
-          valueFrom: {secretKeyRef: {name: {{ quote . }}, key: {{ quote $values.huggingFace.key }}}}
-        {{- end }}
+      env: {{- include "drafthouse.fetchEnv" $root | nindent 8 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: models, mountPath: {{ quote $values.models.mountPath }}}
+        {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
     {{- end }}
   {{- end }}
   containers:
@@ -85,40 +82,7 @@ spec:
         {{- if $pool.gpu }}{{ $_ := set $amounts $pool.gpuResource (toString $pool.gpu) }}{{ end }}
         requests: {{- toYaml $amounts | nindent 10 }}
         limits: {{- toYaml $amounts | nindent 10 }}
-      env:
-        - {name: HOME, value: /home/drafthouse}
-        - {name: HF_HUB_OFFLINE, value: "1"}
-        {{- if not $pool.gpu }}
-        # A pod that asks for no GPU sees all of its node's where the image says so, and others have been given them.
-        - {name: NVIDIA_VISIBLE_DEVICES, value: void}
-        - {name: CUDA_VISIBLE_DEVICES, value: ""}
-        {{- end }}
-        - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-        # At Ray's own niceness of 15 a round waits for whatever else runs on the node.
-        - {name: RAY_worker_niceness, value: "0"}
-        # Clients that do not read: the proxy gives them up (docs/operations.md, Overload).
-        - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
-        # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
-        - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
-        # Deliveries from doors to the proxy: less CPU than Ray's generators of objects.
-        - {name: RAY_SERVE_PROXY_USE_GRPC, value: "1"}
-        {{- if eq $values.ingress.proxy "haproxy" }}
-        - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
-        - {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/venv/bin/drafthouse-haproxy}
-        - {name: RAY_SERVE_HAPROXY_METRICS_PORT, value: "9101"}
-        - {name: RAY_SERVE_HAPROXY_STATS_PORT, value: "8404"}
-        # Streams keep their process when another takes over after a reload.
-        - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: "3600"}
-        - {name: RAY_SERVE_HAPROXY_MAXCONN, value: "4096"}
-        - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "3"}
-        {{- end }}
-        # A replica that hangs will not drain: the time that it is given would pass before its place is free.
-        - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
-        {{- if ne $values.logFormat "text" }}
-        - {name: DRAFTHOUSE_LOG_FORMAT, value: {{ $values.logFormat }}}
-        {{- end }}
-        {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
-        {{- with $pool.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
+      env: {{- include "drafthouse.env" (list (include "drafthouse.rayEnv" . | fromYamlArray) $values.extraEnv $pool.extraEnv) | nindent 8 }}
       lifecycle:
         preStop:
           exec:
@@ -187,6 +151,72 @@ spec:
       secret: {secretName: {{ quote . }}, defaultMode: 0440}
     {{- end }}
     {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end -}}
+
+{{/* The chart's own environment of a container of Ray. Takes what drafthouse.pod takes. */}}
+{{- define "drafthouse.rayEnv" -}}
+{{- $values := .root.Values -}}
+- {name: HOME, value: /home/drafthouse}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- if not .pool.gpu }}
+# A pod that asks for no GPU sees all of its node's where the image says so, and others have been given them.
+- {name: NVIDIA_VISIBLE_DEVICES, value: void}
+- {name: CUDA_VISIBLE_DEVICES, value: ""}
+{{- end }}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+# At Ray's own niceness of 15 a round waits for whatever else runs on the node.
+- {name: RAY_worker_niceness, value: "0"}
+# Clients that do not read: the proxy gives them up (docs/operations.md, Overload).
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
+# A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
+# Deliveries from doors to the proxy: less CPU than Ray's generators of objects.
+- {name: RAY_SERVE_PROXY_USE_GRPC, value: "1"}
+{{- if eq $values.ingress.proxy "haproxy" }}
+- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+- {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/venv/bin/drafthouse-haproxy}
+- {name: RAY_SERVE_HAPROXY_METRICS_PORT, value: "9101"}
+- {name: RAY_SERVE_HAPROXY_STATS_PORT, value: "8404"}
+# Streams keep their process when another takes over after a reload.
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: "3600"}
+- {name: RAY_SERVE_HAPROXY_MAXCONN, value: "4096"}
+- {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "3"}
+{{- end }}
+# A replica that hangs will not drain: the time that it is given would pass before its place is free.
+- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+{{- if ne $values.logFormat "text" }}
+- {name: DRAFTHOUSE_LOG_FORMAT, value: {{ $values.logFormat }}}
+{{- end }}
+{{- end -}}
+
+{{/* The environment of a container that fetches a model. */}}
+{{- define "drafthouse.fetchEnv" -}}
+{{- $own := list (dict "name" "HOME" "value" "/tmp") -}}
+{{- with .Values.huggingFace -}}
+{{- if .existingSecret -}}
+{{- $own = append $own (dict "name" "HF_TOKEN" "valueFrom" (dict "secretKeyRef" (dict "name" .existingSecret "key" .key))) -}}
+{{- end -}}
+{{- end -}}
+{{- $nodeType := dict "name" "NODE_TYPE" "valueFrom" (dict "fieldRef" (dict "fieldPath" "metadata.labels['ray.io/node-type']")) -}}
+{{- include "drafthouse.env" (list $own .Values.extraEnv (list $nodeType)) -}}
+{{- end -}}
+
+{{/*
+Environment variables as Kubernetes takes them, each name once: a later one takes the place of an earlier one. Takes a list of
+lists, the chart's own first.
+*/}}
+{{- define "drafthouse.env" -}}
+{{- $names := list -}}
+{{- $variables := dict -}}
+{{- range . -}}
+{{- range . -}}
+{{- if not (hasKey $variables .name) -}}{{- $names = append $names .name -}}{{- end -}}
+{{- $_ := set $variables .name . -}}
+{{- end -}}
+{{- end -}}
+{{- $all := list -}}
+{{- range $names -}}{{- $all = append $all (get $variables .) -}}{{- end -}}
+{{- toYaml $all -}}
 {{- end -}}
 
 {{/*

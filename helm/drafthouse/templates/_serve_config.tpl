@@ -37,7 +37,11 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- $door = merge $door (dict "max_replicas_per_node" 1 "max_surge_percent" 0) -}}
 {{- end -}}
 {{- range $values.serve.deployments -}}
-{{- if eq .name "Ingress" -}}{{- $door = mergeOverwrite $door (deepCopy .) -}}{{- end -}}
+{{- if eq .name "Ingress" -}}
+{{- $door = mergeOverwrite $door (deepCopy .) -}}
+{{- /* Serve takes a number of replicas or bounds for it. */ -}}
+{{- if and (get . "autoscaling_config") (not (get . "num_replicas")) -}}{{- $door = omit $door "num_replicas" -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $deployments = append $deployments $door -}}
 {{- end -}}
