@@ -35,7 +35,7 @@ Threads = Annotated[int, typer.Option(help="Torch threads.", min=1)]
 Steps = Annotated[
     int, typer.Option(help="Optimizer steps; the learning rate reaches zero at the last.", min=1)
 ]
-Seed = Annotated[int, typer.Option(help="Seed of initial weights, data order and samples.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of initial weights, data order and samples.")]
 MODELS, WORK = Path("models/demo"), Path("training/runs")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -79,14 +80,22 @@ def load_checkpoint(
 ) -> tuple[int, float]:
     """Restore everything in place; returns (finished steps, seconds trained), (0, 0.0) without a file.
 
+    Modules may be on another device than when it was written.
+
     Raises:
         ConfigError: the file is damaged.
+        ResourceError: it cannot be read.
     """
     if not path.exists():
         return 0, 0.0
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, LookupError, ValueError) as error:
+        # Our own file. To the host first: what it was on may not be there, or lack room for all of it twice.
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
+    except OSError as error:
+        raise ResourceError(f"{path} cannot be read ({first_line(error)})") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, ValueError) as error:
+        if _is_whole(path):
+            raise
         raise ConfigError(
             f"{path} is damaged, and nothing can go on from it ({first_line(error)}): remove it to "
             "begin with the first step again"
@@ -97,3 +106,12 @@ def load_checkpoint(
         optimizer.load_state_dict(saved)
     generator.set_state(state["generator"])
     return int(state["step"]), float(state["elapsed_s"])
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of torch's has all that was written to it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except zipfile.BadZipFile:
+        return False

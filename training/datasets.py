@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
+from training.checkpointing import replace_file
 from training.corpus import Corpus
 from training.tokenizer import encode_chats, encode_files
 
@@ -41,7 +42,6 @@ def tokenize_corpus(
     if not cache.exists():
         chats = encode_chats(tokenizer, corpus.train)
         kept = [chat for i, chat in enumerate(chats) if (i + 1) * CHAT_SHARE % 1 < CHAT_SHARE]
-        cache.parent.mkdir(parents=True, exist_ok=True)
         _save(cache, encode_files(tokenizer, corpus.train) + kept, encode_files(tokenizer, corpus.held_out))
     with np.load(cache) as saved:
         return TokenizedCorpus(
@@ -51,10 +51,14 @@ def tokenize_corpus(
 
 
 def _save(path: Path, train: list[np.ndarray], held_out: list[np.ndarray]) -> None:
-    np.savez(
-        path,
-        train=np.concatenate(train),
-        train_ends=np.cumsum([len(document) for document in train]),
-        held_out=np.concatenate(held_out),
-        held_out_ends=np.cumsum([len(document) for document in held_out]),
-    )
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # to a name numpy would add its suffix
+            np.savez(
+                file,
+                train=np.concatenate(train),
+                train_ends=np.cumsum([len(document) for document in train]),
+                held_out=np.concatenate(held_out),
+                held_out_ends=np.cumsum([len(document) for document in held_out]),
+            )
+
+    replace_file(path, write)

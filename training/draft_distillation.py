@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from training import blocked_attention
 from training.architecture import demo_llama
+from training.checkpointing import replace_file
 from training.divergence import DivergenceName, divergence
 from training.generation import sample
 from training.packing import PackedBatches
@@ -152,9 +153,7 @@ class DraftTraining:
     def fill_target_pool(self, path: Path) -> None:
         """Sample the target's rows (before ``compile_blocks``), or read them from ``path``."""
         if not path.exists():
-            rows = self._generate(self.target, self.recipe.target_pool_rows, index=0)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.save(path, rows.numpy().astype(np.uint16))
+            _save(path, self._generate(self.target, self.recipe.target_pool_rows, index=0))
         self._target_pool = torch.from_numpy(np.load(path).astype(np.int64))
 
     def _generate(self, model: LlamaForCausalLM, rows: int, index: int) -> torch.Tensor:
@@ -212,6 +211,14 @@ class DraftTraining:
             first=recipe.early_divergence,
             second=recipe.late_divergence if late else recipe.early_divergence,
         )
+
+
+def _save(path: Path, rows: torch.Tensor) -> None:
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:  # to a name numpy would add its suffix
+            np.save(file, rows.numpy().astype(np.uint16))
+
+    replace_file(path, write)
 
 
 def _hidden(model: LlamaForCausalLM, tokens: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec.core.errors import CheckpointError
 from training.mtp import MultiTokenPrediction, load_published_tensors, published_tensors
 from training.target import TargetTraining
 from training.tokenizer import END_ID, PAD_ID, SEPARATOR_ID, save_tokenizer
+from training.whole_models import load_whole_model
 
 MTP_FILE = "mtp.safetensors"
 
@@ -47,8 +49,17 @@ def save_draft(draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fold
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """A saved demo model, in evaluation mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).eval()
+    """A saved demo model, in evaluation mode.
+
+    Raises:
+        CheckpointError: it cannot be read, lacks weights, or is none.
+    """
+    model = load_whole_model(folder, dtype)
+    if not isinstance(model, LlamaForCausalLM):
+        raise CheckpointError(
+            f"{folder} holds a {type(model).__name__}; the demo models are LlamaForCausalLM"
+        )
+    return model.eval()
 
 
 def load_mtp(folder: Path, target: LlamaForCausalLM) -> MultiTokenPrediction:

@@ -57,7 +57,8 @@ def train(
     num_layers: Annotated[
         int,
         typer.Option(
-            help="Residual blocks of a head, layers of EAGLE, or of the target that a draft model gets."
+            help="medusa, hydra, medusa2: residual blocks of a head; eagle: its layers; draft_model: those "
+            "of the target that it gets."
         ),
     ] = 1,
     num_modules: Annotated[
@@ -168,7 +169,7 @@ def train(
         float, typer.Option(min=1.0, help="Seconds between checkpoints: what an interruption costs at most.")
     ] = 180.0,
     eval_texts: Annotated[
-        int, typer.Option(min=0, help="Held-out texts that acceptance is measured on; 0: none.")
+        int, typer.Option(min=0, help="Excerpts of held-out texts to measure acceptance behind; 0: none.")
     ] = 16,
     debug: DebugOption = False,
 ) -> None:
@@ -176,8 +177,8 @@ def train(
 
     medusa2 and layerskip make another target, with its drafter: what is served then is exact to that one.
 
-    A twentieth of the documents is held out. At the end acceptance by position is measured behind their
-    beginnings, printed, and written to OUT/acceptance.json.
+    A twentieth of the documents is held out. At the end acceptance by position is measured behind excerpts
+    of these, printed, and written to OUT/acceptance.json.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""How many drafts the target accepts: measured on texts that it writes itself behind held-out beginnings.
+"""How many drafts the target accepts: measured on texts that it writes itself behind held-out excerpts.
 
 With `sample_and_match` the target's text does not depend on drafts, and an accepted draft is the target's own
 token: so what would be drafted from every position of the finished text gives every round exactly.

@@ -175,6 +175,8 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         CheckpointError: target, or the model to start from, cannot be read, or their tokenizers differ.
     """
     if options.start_from is not None:
+        if recipe.num_layers != DrafterRecipe.num_layers:
+            raise ConfigError("--num-layers is of what is cut from the target: leave it out, or --start-from")
         open_checkpoint(options.start_from)
         for difference in check_same_tokenizer(options.target, options.start_from):
             logger.warning("--start-from: %s", difference)
@@ -193,7 +195,7 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         acceptance = evaluate_language_model(
             ground.model,
             _without_gradients(draft, training.vocabularies),
-            ground.beginnings(),
+            ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,

@@ -139,7 +139,7 @@ def train_early_exits(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         acceptance = evaluate_language_model(
             ground.model,
             lambda text: exits.logits(text, exit_layer),
-            ground.beginnings(),
+            ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,

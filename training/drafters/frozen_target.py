@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec.attention.hf import UnsupportedAttention
 from specdec.core.errors import ConfigError
-from specdec.drafters.base import Drafter, TargetParts
-from specdec.drafters.checkpoints.registry import load_drafter
+from specdec.drafters.base import TargetParts
 from training.drafters.acceptance import evaluate_acceptance
 from training.drafters.capture import Capture, KeptStates
 from training.drafters.groundwork import Groundwork
@@ -19,6 +17,7 @@ from training.drafters.methods import Training, make_training
 from training.drafters.objectives import TargetRows
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
+from training.drafters.start import start_from
 from training.drafters.stored import stored_as
 from training.progress import console
 from training.run import TrainingRun
@@ -35,7 +34,7 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
     counts = torch.bincount(ground.rows.tokens.flatten())
     training = make_training(recipe, TargetParts.of(ground.model), counts)
     if options.start_from is not None:
-        _start_from(training.drafter, options.start_from, allow_pickled=options.allow_pickled_weights)
+        start_from(training, options.start_from, allow_pickled=options.allow_pickled_weights)
     capture = Capture(ground.model, training.drafter.hidden_layers)
     drafter = training.drafter.to(ground.model.device)
     run = ground.begin_run(
@@ -56,35 +55,12 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
         acceptance = evaluate_acceptance(
             capture,
             drafter,
-            ground.beginnings(),
+            ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,
         )
     return ground.report(run, sum(parameter.numel() for parameter in drafter.parameters()), acceptance)
-
-
-def _start_from(drafter: Drafter, folder: Path, *, allow_pickled: bool) -> None:
-    """Give a drafter the weights of another.
-
-    Raises:
-        ConfigError: that is of another kind, or of other shapes.
-        CheckpointError: the folder cannot be read.
-    """
-    other = load_drafter(folder, drafter.target, allow_pickled=allow_pickled)
-    if type(other) is not type(drafter):
-        raise ConfigError(
-            f"--start-from {folder} holds {type(other).__name__}, not {type(drafter).__name__}: leave it out"
-        )
-    wanted = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in other.state_dict().items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise ConfigError(
-                f"--start-from {folder}: {name} is {found.get(name)} there, and {wanted.get(name)} here: "
-                "give the options that it was trained with"
-            )
-    drafter.load_state_dict(other.state_dict())
 
 
 def _steps(

@@ -115,8 +115,8 @@ class Groundwork:
         tokens = self.rows.tokens[self.rows.indices(step * self.recipe.accumulate + part)]
         return tokens.to(self.model.device)
 
-    def beginnings(self) -> torch.Tensor:
-        """int64 [<= eval_texts, P]: beginnings of held-out documents, all of one length."""
+    def excerpts(self) -> torch.Tensor:
+        """int64 [<= eval_texts, P]: excerpts, at equal strides, of all held-out documents joined."""
         num_texts = self.options.eval_texts
         whole = torch.cat([torch.tensor([self.separator, *document.tolist()]) for document in self.held_out])
         longest = min(_PROMPT_LENGTH, (_num_positions(self.model) or 2 * _PROMPT_LENGTH) // 2)
@@ -127,7 +127,7 @@ class Groundwork:
 
     @property
     def num_evaluated(self) -> int:
-        """Tokens that the target writes behind each of `beginnings`: as many as its positions allow."""
+        """Tokens that the target writes behind each of `excerpts`: as many as its positions allow."""
         wanted, limit = self.options.eval_tokens, _num_positions(self.model)
         return wanted if limit is None else min(wanted, limit - min(_PROMPT_LENGTH, limit // 2))
 

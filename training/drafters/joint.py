@@ -123,7 +123,7 @@ def train_jointly(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         acceptance = evaluate_acceptance(
             Capture(training.model, training.heads.hidden_layers),
             training.heads,
-            ground.beginnings(),
+            ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
             seed=recipe.seed,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from transformers import PretrainedConfig
 
 from specdec.core.errors import ConfigError
 from specdec.drafters.base import Drafter, TargetParts
@@ -37,6 +38,27 @@ from training.drafters.objectives import (
 from training.drafters.recipe import CheckpointLayout, DrafterRecipe
 
 _MOST_KNOWN_IDS = 32_000
+_NOT_OF_LAYERS = frozenset(
+    {
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "initializer_range",
+        "layer_types",
+        "max_position_embeddings",
+        "mlp_layer_types",
+        "num_hidden_layers",
+        "pad_token_id",
+        "tie_word_embeddings",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Keys of a model's configuration that say nothing of what a layer behind its last computes."""
+
+DrafterT = TypeVar("DrafterT", bound=Drafter)
 
 
 class Training(Protocol):
@@ -53,12 +75,30 @@ class Training(Protocol):
         """Write the drafter in a layout, of those that its method has."""
         ...
 
+    def go_on_with(self, other: Drafter) -> None:
+        """Train another drafter of the same kind and shapes instead, with settings of its own.
+
+        Raises:
+            ConfigError: what is trained here cannot have these settings.
+        """
+        ...
+
+
+class _TrainingOf(Generic[DrafterT]):
+    """Holds the drafter; whoever writes it writes its settings too."""
+
+    drafter: DrafterT
+
+    def go_on_with(self, other: Drafter) -> None:
+        assert isinstance(other, type(self.drafter)), "that was checked"
+        self.drafter = other
+
 
 def _by_depth(losses: list[torch.Tensor], decay: float) -> tuple[torch.Tensor, dict[str, float]]:
     return decayed_mean(losses, decay), {f"d{i + 1}": loss.item() for i, loss in enumerate(losses)}
 
 
-class MedusaTraining:
+class MedusaTraining(_TrainingOf[Medusa]):
     """Medusa-1: heads on a frozen target."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
@@ -73,7 +113,7 @@ class MedusaTraining:
         save_medusa(self.drafter, folder, base_model=target_name)
 
 
-class HydraTraining:
+class HydraTraining(_TrainingOf[Hydra]):
     """Hydra, and Hydra++ with a prefix layer."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
@@ -93,7 +133,7 @@ class HydraTraining:
         save_hydra(self.drafter, folder, base_model=target_name)
 
 
-class EagleTraining:
+class EagleTraining(_TrainingOf[Eagle]):
     """EAGLE-1 and -2."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
@@ -111,7 +151,7 @@ class EagleTraining:
         save_eagle(self.drafter, folder)
 
 
-class Eagle3Training:
+class Eagle3Training(_TrainingOf[Eagle3]):
     """EAGLE-3 and 3.1, by the training-time test."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
@@ -143,12 +183,18 @@ class Eagle3Training:
             )
 
 
-class MtpTraining:
+class MtpTraining(_TrainingOf[Mtp]):
     """MTP: one module, used again for every depth (as FastMTP trains it), or one for each (DeepSeek-V3)."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
         self._recipe = recipe
         self.drafter = Mtp(target, num_modules=recipe.num_modules)
+
+    def go_on_with(self, other: Drafter) -> None:
+        """Take the weights alone: not every layout says what layers are, beside the target's."""
+        assert isinstance(other, Mtp), "that was checked"
+        _require_same_layers(self.drafter.config, other.config)
+        self.drafter.load_state_dict(other.state_dict())
 
     def loss(self, rows: TargetRows, generator: torch.Generator) -> tuple[torch.Tensor, dict[str, float]]:
         return _by_depth(unrolled_losses(self.drafter, rows, self._recipe.depth), self._recipe.decay)
@@ -162,7 +208,7 @@ class MtpTraining:
             )
 
 
-class ParallelTraining:
+class ParallelTraining(_TrainingOf[ParallelHeads]):
     """Meta's parallel heads, on a frozen trunk."""
 
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
@@ -196,6 +242,16 @@ def make_training(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tens
     training = _METHODS[recipe.method](recipe, target, counts)
     draw_what_is_unset(training.drafter, target.config)
     return training
+
+
+def _require_same_layers(wanted: PretrainedConfig, found: PretrainedConfig) -> None:
+    ours, theirs = wanted.to_dict(), found.to_dict()
+    for name in sorted((ours.keys() & theirs.keys()) - _NOT_OF_LAYERS):
+        if ours[name] != theirs[name]:
+            raise ConfigError(
+                f"its layers have {name} {theirs[name]!r}, the target's {ours[name]!r}, and modules of the "
+                "target's own kind are what is trained: leave it out"
+            )
 
 
 def _vocabulary(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> DraftVocabulary | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from specdec.core.errors import ConfigError
 from training.drafters.recipe import CheckpointLayout
 
 
@@ -39,7 +41,11 @@ class TrainOptions:
     stored_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the finished weights, which are rounded to it before their acceptance is measured."""
     eval_texts: int = 16
-    """Held-out beginnings that acceptance is measured behind; 0: it is not."""
+    """Held-out excerpts that acceptance is measured behind; 0: it is not."""
     eval_tokens: int = 96
     stop_after_step: int | None = None
     checkpoint_every_s: float = 180.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sample_temperature < math.inf:
+            raise ConfigError("--sample-temperature must be finite, and not negative")

@@ -18,6 +18,9 @@ METHODS: tuple[str, ...] = get_args(Method)
 TargetLoss = Literal["text", "self"]
 CheckpointLayout = Literal["published", "speculators"]
 
+_SEEDS = 1 << 32
+"""Seeds are below it: what is made of one for each of many samples has 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRecipe(Schedule):
@@ -37,7 +40,7 @@ class DrafterRecipe(Schedule):
     decay: float = 0.8
     """Weight of a depth's loss, of that before it."""
     num_layers: int = 1
-    """Residual blocks of a head, decoder layers of EAGLE, or those of a draft model cut from the target."""
+    """Medusa, Hydra: residual blocks of a head; EAGLE: decoder layers; draft model: those of the target's."""
     num_modules: int = 1
     """MTP: modules, each for a depth of its own; the last is used again for later ones."""
     has_prefix_layer: bool = False
@@ -106,9 +109,11 @@ class DrafterRecipe(Schedule):
         for name in ("feature_noise", "classification_weight", "weight_decay", "warmup_steps", "exit_scale"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag_of(name)} must not be negative")
-        for name in ("muon_lr", "adamw_lr", "target_rate"):
+        for name in ("muon_lr", "adamw_lr", "target_rate", "heads_weight"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{flag_of(name)} must be finite, and not negative")
+        if not 0 <= self.seed < _SEEDS:
+            raise ConfigError(f"--seed must be from 0 to {_SEEDS - 1}")
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
             raise ConfigError("--draft-vocab-size must be at least 1")
         if not self.clip_norm > 0.0:
@@ -117,6 +122,8 @@ class DrafterRecipe(Schedule):
     def _check_joint(self) -> None:
         if self.lora_rank < 0:
             raise ConfigError("--lora-rank must be at least 1, or 0 to train all of the target's weights")
+        if not 0.0 < self.lora_alpha < math.inf:
+            raise ConfigError("--lora-alpha must be finite, and above 0")
         if not 0 <= self.heads_first < self.steps:
             raise ConfigError(f"--heads-first must be from 0 to one less than --steps ({self.steps})")
         if self.target_loss == "self" and not self.lora_rank:
@@ -142,6 +149,7 @@ def flag_of(name: str) -> str:
 
 
 _OF_METHODS: dict[str, tuple[Method, ...]] = {
+    "num_layers": ("medusa", "hydra", "eagle", "medusa2", "draft_model"),
     "decay": ("medusa", "hydra", "eagle3", "mtp", "parallel_heads", "medusa2"),
     "feature_noise": ("eagle",),
     "classification_weight": ("eagle",),

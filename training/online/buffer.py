@@ -18,6 +18,14 @@ def is_held_back(text: LearnableText, share: float) -> bool:
     return extend_prefix_hash(EMPTY_PREFIX, prompt) < share * 2**64
 
 
+def num_judged(text: LearnableText, max_text_tokens: int) -> int:
+    """Return how many tokens of a text a trial scores.
+
+    Of a longer one than it reads these are among the last, whose first has nothing before it to be told by.
+    """
+    return min(text.num_generated, max_text_tokens - 1)
+
+
 class _Side:
     """Texts for one purpose, each owner's apart. Of the owner who has most, the oldest give way."""
 
@@ -98,7 +106,7 @@ class TextBuffer:
         if self.num_new_tokens < self._config.min_new_tokens or not self._to_train_on.by_owner:
             return False
         wanted = self._config.min_held_back_tokens
-        return sum(text.num_generated for text in self.held_back(wanted)) >= wanted
+        return sum(map(self._num_judged, self.held_back(wanted))) >= wanted
 
     def begin_version(self) -> None:
         """Count new tokens from here on."""
@@ -110,11 +118,14 @@ class TextBuffer:
         return rng.choice(self._to_train_on.by_owner[owner])
 
     def held_back(self, num_tokens: int) -> list[LearnableText]:
-        """Return texts to judge by, the newest, with so many generated tokens if there are so many."""
+        """Return texts to judge by, the newest, with so many tokens to score if there are so many."""
         texts: list[LearnableText] = []
         for text in self._held_back.newest():
             if num_tokens <= 0:
                 break
             texts.append(text)
-            num_tokens -= text.num_generated
+            num_tokens -= self._num_judged(text)
         return texts
+
+    def _num_judged(self, text: LearnableText) -> int:
+        return num_judged(text, self._config.max_text_tokens)

@@ -9,12 +9,14 @@ trainer in a process of its own.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from specdec.core.errors import ConfigError
-from specdec.core.idle_work import IdleWork
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.core.idle_work import IdleWork, state_of
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
@@ -27,13 +29,26 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.online_config import OnlineConfig
 from training.online.load import load_trainer
 from training.online.pace import PacedTrainer
-from training.online.trainer import OnlineTrainer
+from training.online.trainer import OnlineTrainer, Version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Weights that the next call takes, if it can."""
+
+    number: int
+    """Of the version."""
+    weights: StagedWeights
 
 
 class LearningProposer:
     """Implements `Proposer`: a draft model whose weights a trainer exchanges between two calls.
 
-    `learn` may run in another thread than everything else.
+    `learn` and `catch_up` may run in another thread than everything else. A version is kept until it, or a
+    newer one, has been taken: the forward may be compiled between staging and taking, and while it is being
+    compiled nothing is staged.
     """
 
     def __init__(self, drafter: DraftModelProposer, trainer: OnlineTrainer, config: OnlineConfig) -> None:
@@ -42,7 +57,12 @@ class LearningProposer:
         self._trainer = trainer
         self._tap = TextTap(config)
         self._seen: dict[RequestId, SequenceView] = {}
-        self._staged: StagedWeights | None = None
+        self._newest: Version | None = None
+        """That the trainer has given; of the thread that learns."""
+        self._staged: _Staged | None = None
+        """Set by the thread that learns while it is None, cleared by the one that drafts."""
+        self._taken = 0
+        """Number of the version that is drafted with."""
         self._num_taken = 0
 
     @property
@@ -79,15 +99,21 @@ class LearningProposer:
         self._stage()
 
     def _stage(self) -> None:
-        if self._staged is None and (version := self._trainer.take_version()) is not None:
-            self._staged = self._drafter.stage_weights(version.weights)
+        if self._staged is not None or state_of(self._drafter.idle_work) == "pending":
+            return
+        self._newest = self._trainer.take_version() or self._newest
+        if self._newest is not None and self._newest.number != self._taken:
+            weights = self._drafter.stage_weights(self._newest.weights)
+            self._staged = _Staged(self._newest.number, weights)
 
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:
         """Draft, by the newest weights that are staged; see the contract."""
-        if self._staged is not None:
-            self._num_taken += self._drafter.take_weights(self._staged)
+        if (staged := self._staged) is not None:
+            if self._drafter.take_weights(staged.weights):
+                self._taken = staged.number
+                self._num_taken += 1
             self._staged = None
         self._seen.update({sequence.request_id: sequence for sequence in sequences})
         return self._drafter.propose(sequences, num_draft_tokens)
@@ -110,6 +136,8 @@ class LearningProposer:
 def learning_engine(config: EngineConfig) -> Iterator[Engine]:
     """Open an engine whose draft model learns, by `speculative_config.online`, in a thread.
 
+    It is warmed up first: no weights are exchanged while the forward that reads them is still to be compiled.
+
     Raises:
         ConfigError: there is no such block.
         UserError: as `Engine`.
@@ -126,12 +154,16 @@ def learning_engine(config: EngineConfig) -> Iterator[Engine]:
         return made[0]
 
     with Engine(config, around_drafter=learning) as engine:
+        engine.warm_up()
         stopping = threading.Event()
         paced = PacedTrainer(trainer, online.cpu_share, wait=stopping.wait)
 
         def run() -> None:
-            while not stopping.is_set():
-                made[0].learn(paced)
+            try:
+                while not stopping.is_set():
+                    made[0].learn(paced)
+            except CheckpointError as error:
+                logger.error("the draft model learns no more: it takes no other weights: %s", error)
 
         thread = threading.Thread(target=run, name="online-learning", daemon=True)
         thread.start()

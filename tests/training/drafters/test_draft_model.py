@@ -78,6 +78,14 @@ def test_the_target_itself_is_accepted_without_exception(model: PreTrainedModel)
     assert shifted["0.0"]["reached"] == [0.0, 0.0, 0.0]
 
 
+def test_layers_are_those_of_the_model_that_it_begins_as(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    chosen = options(target_folder, texts, tmp_path, start_from=target_folder)
+    with pytest.raises(ConfigError, match="--num-layers is of what is cut from the target: leave it out"):
+        train_drafter(recipe(num_layers=2), chosen)
+
+
 @pytest.mark.parametrize("on_policy", [0.5, pytest.param(0.0, marks=pytest.mark.full)])
 def test_an_interrupted_run_ends_with_the_same_weights(
     target_folder: Path, texts: Path, tmp_path: Path, on_policy: float

@@ -16,7 +16,8 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.online_config import OnlineConfig
 from tests.architectures import VOCAB_SIZE
 from tests.training.online.domains import FORMER, QUICK, heard
-from training.online.buffer import TextBuffer, is_held_back
+from training.online.buffer import TextBuffer, is_held_back, num_judged
+from training.online.trainer import _part
 
 ALICE, BOB, CAROL = ("a" * 64, "b" * 64, "c" * 64)
 
@@ -116,6 +117,29 @@ def test_a_text_longer_than_all_that_may_be_held_drives_nothing_out(is_judge: bo
     assert buffer.draw(random.Random(0)).num_generated < 4000
     counters = buffer.counters
     assert counters["online_tokens_buffered"] - counters["online_tokens_dropped"] == before
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 15, 16, 17, 40])
+def test_what_a_trial_scores_of_a_text(num_prompt_tokens: int) -> None:
+    for num_generated in (1, 14, 15, 16, 17, 60):
+        tokens = (3,) * (num_prompt_tokens + num_generated)
+        text = LearnableText(None, tokens, num_prompt_tokens, SamplingParams(), 0)
+        assert num_judged(text, 16) == _part(text, 16, None).num_scored
+
+
+def test_what_is_held_back_is_counted_as_it_is_scored() -> None:
+    """Of long texts a trial reads the ends; all that they have would be thought enough at once."""
+    settings = config(max_text_tokens=16, min_held_back_tokens=100)
+    buffer, num_judges = buffer_of(settings), 0
+    for text in heard(FORMER, 200, num_tokens=84):
+        buffer.add(text)
+        num_judges += is_held_back(text, settings.held_back_share)
+        assert buffer.has_enough() == (buffer.num_new_tokens >= 200 and num_judges >= 7)
+        if num_judges == 8:
+            break
+    chosen = buffer.held_back(100)
+    assert sum(_part(text, 16, None).num_scored for text in chosen) == 105
+    assert len(buffer.held_back(10**6)) == 8
 
 
 def test_no_prompt_is_both_trained_on_and_judged_by() -> None:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import CheckpointError, ConfigError
+from specdec.core.idle_work import state_of
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -154,6 +155,72 @@ def test_a_thread_learns_beside_an_engine(config: EngineConfig) -> None:
             for output in engine.step():
                 tokens[output.request_id].extend(output.token_ids)
     assert all(len(one) == 20 for one in tokens.values())
+
+
+def compiled(config: EngineConfig) -> EngineConfig:
+    """As it is without settings: the draft model's forward is compiled while nobody waits."""
+    speculative = config.speculative_config.model_copy(update={"compile": CompileConfig()})
+    return config.model_copy(update={"speculative_config": speculative})
+
+
+def test_a_version_waits_until_the_forward_is_compiled(config: EngineConfig) -> None:
+    """The trainer gives each but once."""
+    learning = Learning(compiled(config))
+    with learning.engine:
+        assert state_of(learning.drafter.idle_work) == "pending"
+        learning.serve(requests(LATTER, 32, "learnt"))
+        learning.proposer.catch_up()
+        assert learning.proposer.counters["online_versions_served"] == 1
+        _, before = learning.serve(requests(LATTER, 8, "pending"))
+        assert learning.proposer.counters["online_versions_taken"] == 0
+        learning.engine.warm_up()
+        assert state_of(learning.drafter.idle_work) == "ready"
+        learning.proposer.catch_up()
+        _, after = learning.serve(requests(LATTER, 8, "ready"))
+        assert learning.proposer.counters["online_versions_taken"] == 1
+    assert after > before + 0.2
+
+
+def test_a_version_that_was_staged_before_the_forward_was_compiled_is_staged_again(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learning = Learning(compiled(config))
+    with learning.engine, monkeypatch.context() as patched:
+        learning.serve(requests(LATTER, 32, "learnt"))
+        patched.setattr("training.online.in_process.state_of", lambda works: "ready")
+        learning.proposer.catch_up()
+        patched.undo()
+        learning.engine.warm_up()
+        learning.serve(requests(LATTER, 1, "refused"))
+        assert learning.proposer.counters["online_versions_taken"] == 0
+        learning.proposer.catch_up()
+        learning.serve(requests(LATTER, 1, "taken"))
+        learning.proposer.catch_up()
+        learning.serve(requests(LATTER, 1, "once"))
+        assert learning.proposer.counters["online_versions_served"] == 1
+        assert learning.proposer.counters["online_versions_taken"] == 1
+
+
+def test_an_engine_that_learns_is_warmed_up(config: EngineConfig) -> None:
+    with learning_engine(compiled(config)) as engine:
+        assert "pending" not in {work.state for work in engine.idle_work}
+
+
+def test_a_draft_model_that_takes_no_other_weights_learns_no_more(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its engine goes on."""
+
+    def refuses(self: LearningProposer, paced: PacedTrainer) -> None:
+        raise CheckpointError("draft cannot be given other weights, unless compile.mode is off")
+
+    monkeypatch.setattr(LearningProposer, "learn", refuses)
+    with learning_engine(config) as engine:
+        (wanted,) = requests(LATTER, 1, "alone")
+        engine.add_request(wanted)
+        while engine.has_work:
+            engine.step()
+    assert "learns no more: it takes no other weights: draft cannot be given other weights" in caplog.text
 
 
 def test_who_learns_has_to_say_from_what(config: EngineConfig) -> None:
