@@ -15,8 +15,12 @@ from cluster.config import ClusterConfig
 from cluster.inventory import NodeSnapshot
 from cluster.placement import RanksPerModel, left_by, plan_placement, require_plan
 from cluster.pool_drafter import drafter_of_pool
+from deploy.api_keys import read_api_keys
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.openai.keys import ApiKey
+from deploy.openai.tracing import require_exporter
 from deploy.proxies import HAPROXY_OPEN_FILES, HAPROXY_PORTS
+from deploy.tls import check_tls
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.engine.synthetic import require_real
@@ -33,6 +37,20 @@ from specdec.proposers.draft_positions import (
 )
 
 _CONNECT_TIMEOUT_S = 5.0
+
+
+def check_endpoint(http: HttpConfig) -> tuple[ApiKey, ...]:
+    """Check the files that the endpoint's settings name, and the packages they need; return the API keys.
+
+    Raises:
+        ConfigError: naming what is wrong or missing.
+    """
+    api_keys = read_api_keys(http.api_keys_file) if http.api_keys_file is not None else ()
+    if http.tls is not None:
+        check_tls(http.tls)
+    if http.tracing is not None:
+        require_exporter()
+    return api_keys
 
 
 def check_exposure(http: HttpConfig, *, is_insecure_allowed: bool) -> None:

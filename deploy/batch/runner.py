@@ -99,11 +99,11 @@ class BatchRunner:
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             else:
-                is_routed = _is_routed(response)
-                if is_routed and response.status_code not in _TRANSIENT:
+                is_its_own = _is_its_own(response)
+                if is_its_own and response.status_code not in _TRANSIENT:
                     self._num_answered += 1
                     return self._result(item, response)
-                hint = "" if is_routed else ", not from the server itself; is the URL right?"
+                hint = "" if is_its_own else ", not from the server itself; is the URL right?"
                 reason = f"status {response.status_code}{hint}"
                 wait_s = _retry_after_s(response) or next_wait_s
             if self._num_answered > num_answered:  # the server is there: others got the room
@@ -161,12 +161,13 @@ def _id(item: NumberedRequest) -> str:
     return f"batch_req_{item.number}"
 
 
-def _is_routed(response: httpx.Response) -> bool:
-    """Whether the server itself has answered.
+def _is_its_own(response: httpx.Response) -> bool:
+    """Whether the server itself has answered: what it refuses, or fails at, it tells in OpenAI's form.
 
-    Ray's proxy answers in its place, 404 in plain text, while it has no route to it: as long as it restarts.
+    Ray's proxy answers in its place, in plain text: 404 while it has no route to it, as long as it restarts,
+    and 500 where the process that had the request is gone. So may what else is on the way.
     """
-    if response.status_code != httpx.codes.NOT_FOUND:
+    if response.status_code != httpx.codes.NOT_FOUND and not response.is_server_error:
         return True
     try:
         body = from_json(response.content)

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import typer
 
-from deploy.api_keys import read_api_keys
 from deploy.cli.progress import as_typed
 from deploy.config import DrafthouseConfig
 from deploy.config_file import load_config
-from deploy.preflight import check_models, warnings_of
+from deploy.preflight import check_endpoint, check_models, warnings_of
 from specdec.engine.config import EngineConfig
 from specdec.model.config import ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 
 
 def validate_file(file: Path) -> None:
-    """Check the file and all that it names, as `serve` does; say so when all is well.
+    """Check the file and what it names (models, keys, certificates, packages); say so when all is well.
+
+    What depends on the machine and the command line is left to `serve`: whether the workers fit, whether the
+    port is free, and whether others may come without a key.
 
     Raises:
         UserError: what is wrong, and where.
@@ -28,8 +30,7 @@ def validate_file(file: Path) -> None:
         check_models(model.engine)
         for text in warnings_of(model.engine):
             typer.echo(f"warning: {text}", err=True)
-    if config.http.api_keys_file is not None:
-        read_api_keys(config.http.api_keys_file)
+    check_endpoint(config.http)
     typer.echo(f"{file}: ok ({summary_of(config)})")
 
 

@@ -501,7 +501,7 @@ def validate(
     file: Annotated[Path, typer.Argument(help="Configuration file.")],
     debug: DebugOption = False,
 ) -> None:
-    """Check a configuration file, and that the model folders it names are complete.
+    """Check a configuration file, and what it names: model folders, API keys, certificates.
 
     Example:
 
@@ -595,7 +595,7 @@ def write_rules(
 
         drafthouse rules write /etc/prometheus/drafthouse.rules.yaml
 
-        drafthouse rules write - --first-token 1 --next-tokens 0.1 --in-time 0.99
+        drafthouse rules write - --first-token 1 --in-time 0.99
     """
     from deploy.cli.monitoring import write_rules as write_all
     from deploy.monitoring.objectives import Objectives

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 from rich.console import Console
 
-from deploy.api_keys import read_api_keys
 from deploy.cli.border import EXIT_FAILED, report_failure
 from deploy.cli.config import summary_of
 from deploy.cli.progress import as_typed, shown
@@ -32,9 +31,9 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
 from deploy.openai.keys import ApiKey
-from deploy.openai.tracing import require_exporter
 from deploy.preflight import (
     check_address,
+    check_endpoint,
     check_exposure,
     check_local_resources,
     check_models,
@@ -44,7 +43,6 @@ from deploy.preflight import (
     warnings_of,
 )
 from deploy.proxies import ProxyKind, local_haproxy, proxy_environment
-from deploy.tls import check_tls
 from specdec.core.errors import DrafthouseError, UserError
 
 if TYPE_CHECKING:
@@ -97,12 +95,7 @@ def _configured(options: ServeOptions) -> DrafthouseConfig:
 
 def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) -> tuple[ApiKey, ...]:
     """Check all that can be checked before anything is started; return the API keys."""
-    keys_file = config.http.api_keys_file
-    api_keys = read_api_keys(keys_file) if keys_file is not None else ()
-    if config.http.tls is not None:
-        check_tls(config.http.tls)
-    if config.http.tracing is not None:
-        require_exporter()
+    api_keys = check_endpoint(config.http)
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
     check_proxy(config.http, address=options.address)
     if options.address is None:

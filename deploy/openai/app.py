@@ -26,7 +26,7 @@ from deploy.openai.errors import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, ApiErr
 from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
-from deploy.openai.outputs import ChoiceOutputs
+from deploy.openai.outputs import GRACE_S, ChoiceOutputs
 from deploy.openai.pace import Pace
 from deploy.openai.paths import HEALTH_PATH, METRICS_PATH
 from deploy.openai.protocol import ChatBody, CompletionBody
@@ -320,7 +320,7 @@ class _Door:
             except TimeoutError:
                 raise took_too_long(limit_s) from None
         prepared = limited(prepared, limit_s, now_s() - arrived_s)
-        return await self._respond(model, prepared, http, event_id, description)
+        return await self._respond(model, prepared, http, event_id, description, arrived_s)
 
     async def _respond(
         self,
@@ -329,6 +329,7 @@ class _Door:
         http: HttpRequest,
         event_id: EventId | None,
         description: TargetDescription,
+        arrived_s: float,
     ) -> Response:
         receive, settings = http.receive, model.settings
         add_log_context(request_id=prepared.response_id)
@@ -350,8 +351,15 @@ class _Door:
         try:
             if comeback is not None:
                 self._failed_for_good.check(prepared.response_id)
-                usage = self._usage(key, prepared)
-                prepared = await until_client_leaves(comeback.resume(model.service, usage), receive)
+                resuming = comeback.resume(model.service, self._usage(key, prepared))
+                left_s = None if prepared.timeout_s is None else prepared.timeout_s + GRACE_S
+                try:
+                    async with asyncio.timeout(left_s):
+                        prepared = await until_client_leaves(resuming, receive)
+                except TimeoutError:
+                    raise took_too_long(prepared.limit_s) from None
+                spent_s = asyncio.get_running_loop().time() - arrived_s
+                prepared = limited(prepared, prepared.limit_s, spent_s)
             running = prepared.requests if comeback is None else comeback.running(prepared)
             trace = CURRENT_TRACE.get()
             if trace is not None:

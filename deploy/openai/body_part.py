@@ -19,4 +19,10 @@ class BodyPart(BaseModel):
     def _drop_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in data.items() if value is not None}
+        if len(given) <= len(cls.model_fields):
+            return given
+        # Some are unknown. Pydantic would list each of half a million, where the first is all that is told.
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next(name for name in given if name not in known)
+        return {name: value for name, value in given.items() if name in known or name == unknown}

@@ -25,6 +25,7 @@ _REFUSED_BODIES = _REFUSALS | {
     "400": "A field is wrong; `param` names it.",
     "404": "There is no such model here.",
     "408": "The body did not arrive in time.",
+    "410": "A stream cannot be resumed any more.",
     "413": "The body is too long.",
     "429": "The queue is full, or the API key is at a limit.",
     "504": "The request was not complete in its time.",
@@ -101,7 +102,14 @@ def _generation(summary: str, body: type, answer: type) -> dict[str, Any]:
                 "in": "header",
                 "description": "Longest time for the request in seconds.",
                 "schema": {"type": "number", "exclusiveMinimum": 0},
-            }
+            },
+            {
+                "name": "Last-Event-ID",
+                "in": "header",
+                "description": "Id of the last event that has come of a stream, to go on behind it with the "
+                "same request.",
+                "schema": {"type": "string"},
+            },
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _named(body)}}},
         "responses": {"200": done} | {code: _refusal(text) for code, text in _REFUSED_BODIES.items()},

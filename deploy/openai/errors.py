@@ -177,7 +177,7 @@ def _request_failed(error: RequestFailed) -> ApiError:
 def input_error_of(error: ValidationError) -> InputError:
     """Turn pydantic's first complaint into one that names the field as the client wrote it."""
     first = error.errors(include_url=False)[0]
-    param = param_of(first["loc"])
+    param = _cut(param_of(first["loc"]), _MAX_SHOWN_PARAM)
     kind, given = first["type"], first.get("input")
     if kind == "missing":
         return InputError(f"{param} is required", param=param)
@@ -187,7 +187,7 @@ def input_error_of(error: ValidationError) -> InputError:
     reason = reason[:1].lower() + reason[1:]
     if kind == "value_error":
         return InputError(f"{param}: {reason}" if param else reason, param=param or None)
-    return InputError(f"{param}: {reason}, got {_shown(given)}", param=param or None)
+    return InputError(f"{param}: {reason}, got {shown(given)}", param=param or None)
 
 
 def param_of(location: tuple[int | str, ...]) -> str:
@@ -203,7 +203,10 @@ def param_of(location: tuple[int | str, ...]) -> str:
     return text
 
 
-def _shown(given: object) -> str:
+def shown(given: object) -> str:
+    """Write what a client gave as Python would, or the beginning of it: it may be as long as a body."""
+    # More than is shown stays, so that what was cut here is marked as cut.
+    given = given[: _MAX_SHOWN_INPUT + 1] if isinstance(given, str) else given
     return _cut(repr(given), _MAX_SHOWN_INPUT)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from specdec.core.sampling_params import MAX_BAD_WORDS, MAX_BIAS
 from specdec.kv.selection import BudgetAmount, read_budget
@@ -55,6 +56,15 @@ def _bad_words(value: object) -> object:
     return tuple(item if isinstance(item, str) else tuple(item) for item in value)
 
 
+def _metadata(value: object) -> object:
+    """Leave out what follows the first value that is no string: it is the one that is told."""
+    if not isinstance(value, dict):
+        return value
+    faults = (index for index, item in enumerate(value.values()) if not isinstance(item, str))
+    first = next(faults, None)
+    return value if first is None else dict(islice(value.items(), first + 1))
+
+
 def _is_token_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
 
@@ -74,8 +84,14 @@ def _prompt(value: object) -> object:
 
 
 TopK = Annotated[int | None, BeforeValidator(_top_k)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
-TokenIds = Annotated[tuple[int, ...], BeforeValidator(_token_ids)]
+# Of what is wrong in a list as long as a body, the first is told: the rest is not looked for.
+Strings = Annotated[
+    tuple[str, ...],
+    Field(fail_fast=True),
+    BeforeValidator(_one_or_many, json_schema_input_type=str | list[str]),
+]
+TokenIds = Annotated[tuple[int, ...], Field(fail_fast=True), BeforeValidator(_token_ids)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_metadata, json_schema_input_type=dict[str, str])]
 LogitBias = Annotated[
     tuple[tuple[int, float], ...], BeforeValidator(_logit_bias, json_schema_input_type=dict[str, float])
 ]
@@ -87,8 +103,4 @@ KvBudgetAmount = Annotated[
     BudgetAmount, BeforeValidator(read_budget, json_schema_input_type=int | float | str)
 ]
 _PromptShapes = str | list[str] | list[int] | list[list[int]]
-Prompt = Annotated[
-    _PromptShapes,
-    Field(union_mode="left_to_right"),
-    BeforeValidator(_prompt, json_schema_input_type=_PromptShapes),
-]
+Prompt = Annotated[_PromptShapes, PlainValidator(_prompt, json_schema_input_type=_PromptShapes)]

@@ -23,7 +23,7 @@ _GRAMMAR_CODES = frozenset({INVALID_GRAMMAR, GRAMMAR_FAILED})
 SLOW_READER = "slow_reader"
 """Error code of a stream whose client left too much of it unread."""
 _RETRY_AFTER_S = 1.0
-_GRACE_S = 0.5
+GRACE_S = 0.5
 """The engine ends a request whose time is up and says how far it came; this long the door waits for that."""
 _MAX_TURNS = 20
 """Of the event loop, in which a reader that waits for nobody is back, also from the first delivery."""
@@ -72,7 +72,7 @@ class ChoiceOutputs:
     async def __aenter__(self) -> Self:
         self._usage.__enter__()
         if self._timeout_s is not None:
-            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s + _GRACE_S
+            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s + GRACE_S
         self._timers = [ChoiceTimer(self._metrics) for _ in self._requests]
         self._tasks = [
             asyncio.create_task(self._pump(index, request)) for index, request in enumerate(self._requests)

@@ -18,7 +18,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from deploy.openai.body_part import BodyPart
-from deploy.openai.fields import BadWords, KvBudgetAmount, LogitBias, Prompt, Strings, TokenIds, TopK
+from deploy.openai.errors import shown
+from deploy.openai.fields import (
+    BadWords,
+    KvBudgetAmount,
+    LogitBias,
+    Metadata,
+    Prompt,
+    Strings,
+    TokenIds,
+    TopK,
+)
 from deploy.openai.grammars import GrammarFields
 from deploy.openai.tools import (
     MAX_TOOLS,
@@ -70,6 +80,8 @@ _HARMLESS = frozenset(
     }
 )
 """Known fields that cannot change the output: accounting and hints."""
+_LONGEST_LIKENESS = 64
+"""Characters: a longer name is like none, and comparing one as long as a body would take seconds."""
 
 
 class StreamOptions(BodyPart):
@@ -185,7 +197,7 @@ class GenerationBody(GrammarFields):
     `scheduler.refuse_late` (the default) a request that cannot be complete by then gets 429 at once."""
     slo: LatencyTargets | None = None
     """How soon tokens are wanted."""
-    metadata: dict[str, str] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     """`class` says what kind of request it is, when the server's configuration lists it
     (`http.request_classes`): how far drafts are accepted is learnt per class."""
 
@@ -315,7 +327,7 @@ _PARSED = "parsed"
 
 
 _Text = Annotated[str, Tag("<text>")]
-_Parts = Annotated[list[TextPart], Tag("<parts>")]
+_Parts = Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")]
 
 
 class ChatMessage(BodyPart):
@@ -327,7 +339,7 @@ class ChatMessage(BodyPart):
     """The text, or parts whose texts are joined by newlines. Only a message with calls may do without."""
     name: str | None = None
     """Passed to the chat template, which may ignore it."""
-    tool_calls: list[EarlierCall] = Field(default_factory=list)
+    tool_calls: list[EarlierCall] = Field(default_factory=list, fail_fast=True)
     """Calls that the assistant made."""
     tool_call_id: str | None = None
     """The call whose result this is."""
@@ -378,7 +390,7 @@ class ChatMessage(BodyPart):
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     """The conversation so far."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     """Most tokens to generate per choice; without it, up to the context limit."""
@@ -466,5 +478,5 @@ class ChatBody(GenerationBody):
 
 def _unknown_field(name: str, model: type[BaseModel]) -> str:
     known = [*model.model_fields, *_NOT_SUPPORTED_YET, *_HARMLESS]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f"unknown field {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = [] if len(name) > _LONGEST_LIKENESS else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f"unknown field {shown(name)}" + (f"; did you mean {near[0]!r}?" if near else "")

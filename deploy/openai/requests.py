@@ -143,14 +143,12 @@ async def prepare_completion(
     """
     _check_model(body, description, settings)
     prompts = await _tokenize_prompts(body, tokenizer, settings)
-    params = _sampling_params(body, description, await _bad_words(body, tokenizer))
+    params = _sampling_params(body, description, settings, await _bad_words(body, tokenizer))
     identity = identity or ResponseIdentity.mint("cmpl")
     prepared = _prepared(identity, body, prompts, params, description, settings)
-    return (
-        dataclasses.replace(prepared, prompt_texts=_prompt_texts(body, prompts, tokenizer))
-        if body.echo
-        else prepared
-    )
+    if not body.echo:
+        return prepared
+    return dataclasses.replace(prepared, prompt_texts=await _prompt_texts(body, prompts, tokenizer))
 
 
 async def prepare_chat(
@@ -171,7 +169,7 @@ async def prepare_chat(
         add_generation_prompt=body.add_generation_prompt,
         tools=body.template_tools,
     )
-    params = _sampling_params(body, description, await _bad_words(body, tokenizer))
+    params = _sampling_params(body, description, settings, await _bad_words(body, tokenizer))
     identity = identity or ResponseIdentity.mint("chatcmpl")
     return _prepared(identity, body, [prompt], params, description, settings)
 
@@ -272,18 +270,23 @@ async def _tokenize_prompts(
             raise InputError(f"{param} must not be empty", param=param)
         if isinstance(item, str):
             token_ids.append(await tokenizer.encode(item, add_special_tokens=body.add_special_tokens))
+            await asyncio.sleep(0)  # short ones are encoded in the event loop, and there may be many
         else:
             token_ids.append(tuple(item))  # type: ignore[arg-type]  # the protocol checked the shapes
     return token_ids
 
 
-def _prompt_texts(
+async def _prompt_texts(
     body: CompletionBody, prompts: list[tuple[int, ...]], tokenizer: DoorTokenizer
 ) -> tuple[str, ...]:
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if isinstance(given[0], str):
         return tuple(map(str, given))
-    return tuple(tokenizer.decode(token_ids) for token_ids in prompts)
+    texts: list[str] = []
+    for token_ids in prompts:
+        texts.append(await tokenizer.decode_prompt(token_ids))
+        await asyncio.sleep(0)  # as they were encoded
+    return tuple(texts)
 
 
 def _check_num_choices(num_choices: int, body: GenerationBody, settings: DoorSettings) -> None:
@@ -385,7 +388,10 @@ async def _bad_words(body: GenerationBody, tokenizer: DoorTokenizer) -> tuple[tu
 
 
 def _sampling_params(
-    body: CompletionBody | ChatBody, description: TargetDescription, bad_words: tuple[tuple[int, ...], ...]
+    body: CompletionBody | ChatBody,
+    description: TargetDescription,
+    settings: DoorSettings,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     max_tokens, max_tokens_param = _max_tokens(body)
     params = SamplingParams(
@@ -409,9 +415,9 @@ def _sampling_params(
         stop_token_ids=body.stop_token_ids,
         include_stop_str_in_output=body.include_stop_str_in_output,
         ignore_eos=body.ignore_eos,
-        # The best are found by their log-probabilities.
+        # The best are found by their log-probabilities, raw ones.
         logprobs=0 if body.num_streams > body.n and body.num_logprobs is None else body.num_logprobs,
-        logprobs_mode=body.logprobs_mode,
+        logprobs_mode="raw" if body.num_logprobs is None else body.logprobs_mode,
         prompt_logprobs=body.num_prompt_logprobs,
     )
     try:
@@ -421,6 +427,8 @@ def _sampling_params(
             raise InputError(str(error), param=max_tokens_param) from None
         raise
     params.check_vocabulary(description.vocab_size)
+    if params.grammar is not None and settings.max_grammar_bytes is not None:
+        params.grammar.check_length(settings.max_grammar_bytes)
     # What follows is per choice: the request's own seed is the noise key. A top_k that keeps everything is
     # no top_k (and any number of digits fits the wire then).
     top_k = None if params.top_k is not None and params.top_k >= description.vocab_size else params.top_k

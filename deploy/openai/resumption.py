@@ -131,19 +131,22 @@ def format_event_id(
 def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: float) -> PreparedRequest:
     """Say of a request whose it is, so that its client, and nobody else, can come back to it."""
     body = prepared.body
+    # Each once: choices share them, and may be hundreds.
+    distinct = {id(request.params): request.params for request in prepared.requests}
+    digests = {key: _digest(msgspec.msgpack.encode(params)) for key, params in distinct.items()}
     described = msgspec.msgpack.encode(
         (
             api_key_digest,
             prepared.model,
             prepared.system_fingerprint,
             type(body).__name__,
-            # Each prompt once: choices may be hundreds, and a prompt as long as a body.
+            # Each once, too: a prompt may be as long as a body.
             [request.prompt_token_ids for request in prepared.requests[:: body.num_streams]],
-            [request.params for request in prepared.requests],
+            [digests[id(request.params)] for request in prepared.requests],
             str(body.seed),
         )
     )
-    proof = hashlib.blake2b(described, digest_size=16).digest()
+    proof = _digest(described)
     if window_s <= 0 or not body.wants_event_ids:
         return replace(prepared, proof=proof)
     return replace(
@@ -157,6 +160,10 @@ def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: fl
             for request in prepared.requests
         ),
     )
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 class Comeback:
@@ -232,8 +239,8 @@ class Comeback:
                     "expired",
                 )
             with usage:
-                replayed = await asyncio.gather(
-                    *(_replay(service, requests[i], self.positions[i].num_tokens, usage) for i in missing)
+                replayed = await _replay_all(
+                    service, [(requests[i], self.positions[i].num_tokens) for i in missing], usage
                 )
             for index, token_ids in zip(missing, replayed, strict=True):
                 if not self.positions[index].matches(token_ids):
@@ -286,6 +293,21 @@ def _renamed(request: Request) -> Request:
 def _most_tokens(request: Request, max_model_len: int) -> int:
     max_tokens = request.params.max_tokens
     return max_model_len - len(request.prompt_token_ids) if max_tokens is None else max_tokens
+
+
+async def _replay_all(
+    service: GenerationService, streams: Sequence[tuple[Request, int]], usage: Usage
+) -> list[tuple[int, ...]]:
+    """Generate the first tokens of each stream again; where one fails, the others are ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(_replay(service, request, num_tokens, usage))
+                for request, num_tokens in streams
+            ]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def _replay(

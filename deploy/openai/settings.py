@@ -27,6 +27,9 @@ class DoorSettings:
     """Longest request body; longer ones are answered with 413 and never held in memory."""
     max_choices: int = DEFAULT_MAX_CHOICES
     """Most choices (prompts times n) of one request."""
+    max_grammar_bytes: int | None = None
+    """Longest grammar of a request, as the engine has it: what is refused here is not sent there first, once
+    for each choice. None: the engine alone refuses."""
     request_timeout_s: float | None = None
     """Longest time for one request, queueing included; None: no limit."""
     body_timeout_s: float = DEFAULT_BODY_TIMEOUT_S

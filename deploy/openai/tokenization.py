@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.errors import CapacityError, CheckpointError, InputError
 from specdec.engine.tokenizer import special_ids_of
@@ -19,8 +19,11 @@ from specdec.engine.tokenizer import special_ids_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 INLINE_CHARACTERS = 2048
 """Longer texts are tokenized off the event loop (2,000 take about 2 ms)."""
+INLINE_TOKENS = 4096
+"""More tokens become text off the event loop (4,000 take about half a millisecond)."""
 MAX_WAITING_CHARACTERS = 8 << 20
 """More than that may not be there to be tokenized, unless it is a single text: what comes then is refused."""
 _CHARACTERS_PER_S = 1e6
@@ -72,6 +75,14 @@ class DoorTokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special ones."""
+        ...
+
+    async def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a prompt's tokens, which may be as many as a body holds.
+
+        Raises:
+            CapacityError: too much waits for the tokenizer.
+        """
         ...
 
     def token_text(self, token_id: int) -> TokenText:
@@ -138,16 +149,14 @@ class HuggingFaceTokenizer:
         size += sum(len(str(message.get("tool_calls", ""))) for message in messages) if has_calls else 0
         return await self._in_turn(size, self._encode_chat, messages, add_generation_prompt, tools)
 
-    async def _in_turn(
-        self, size: int, encode: Callable[..., tuple[int, ...]], *arguments: object
-    ) -> tuple[int, ...]:
+    async def _in_turn(self, size: int, work: Callable[..., T], *arguments: object) -> T:
         if self._num_waiting and self._num_waiting + size > MAX_WAITING_CHARACTERS:
             raise CapacityError(
                 "too much text waits to be tokenized", retry_after_s=self._num_waiting / _CHARACTERS_PER_S
             )
         self._num_waiting += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, encode, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
         finally:
             self._num_waiting -= size
 
@@ -155,6 +164,12 @@ class HuggingFaceTokenizer:
         """Return the text of tokens, without special ones."""
         text: str = self._tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+    async def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a prompt's tokens; one counts as a character of what waits."""
+        if len(token_ids) <= INLINE_TOKENS:
+            return self.decode(token_ids)
+        return await self._in_turn(len(token_ids), self._decode_long, token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
         """Return one token's text and bytes (remembered: a vocabulary is finite)."""
@@ -170,6 +185,12 @@ class HuggingFaceTokenizer:
         # other one holds the interpreter's lock all the while.
         backend = self._tokenizer.backend_tokenizer
         return tuple(backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def _decode_long(self, token_ids: Sequence[int]) -> str:
+        # By the batch form, as above.
+        backend = self._tokenizer.backend_tokenizer
+        text: str = backend.decode_batch([list(token_ids)], skip_special_tokens=True)[0]
+        return text
 
     def _encode_chat(
         self,

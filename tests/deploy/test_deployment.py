@@ -25,6 +25,7 @@ from deploy.openai.keys import ApiKey
 from deploy.preflight import check_local_resources
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
+from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 
 TRACEBACK = """\
@@ -114,10 +115,11 @@ def test_base_url(host: str, url: str) -> None:
 
 def test_door_settings_follow_the_configuration() -> None:
     http = HttpConfig(served_model_name="m", max_body_bytes=2048, max_choices=3, request_timeout_s=9)
-    config = DrafthouseConfig(target=ModelConfig(model="x"), http=http)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), http=http, grammar=GrammarConfig(max_bytes=4096))
     settings = door_settings(config, (ApiKey(name="a", digest=b"digest"),))
     assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
     assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
+    assert settings.max_grammar_bytes == 4096
     assert [key.digest for key in settings.api_keys] == [b"digest"]
     assert not settings.share_prefixes_between_keys
     shared = config.model_copy(update={"http": HttpConfig(share_prefixes_between_keys=True)})

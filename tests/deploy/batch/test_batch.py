@@ -228,6 +228,39 @@ def test_a_server_without_route_is_waited_for(tmp_path: Path) -> None:
     assert result["response"]["status_code"] == 200
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        # What Ray's proxy answers where the process that had the request has ended.
+        httpx.Response(500, text="Internal Server Error"),
+        httpx.Response(500, json={"detail": "Internal Server Error"}),
+        httpx.Response(500, json=["error"]),
+        httpx.Response(504, html="<h1>504 Gateway Time-out</h1>"),
+        httpx.Response(520),
+    ],
+)
+def test_a_failure_that_the_server_itself_does_not_tell_is_waited_for(
+    tmp_path: Path, answer: httpx.Response
+) -> None:
+    requests = write(tmp_path / "in", request("a"))
+    with pytest.raises(BatchInterrupted, match=f"status {answer.status_code}, not from the server itself"):
+        run(answers(answer), requests, tmp_path / "out")
+    assert not results_of(tmp_path / "out")
+    waits = run(answers(answer, answer, GOOD), requests, tmp_path / "out")
+    assert waits.seconds == [0.5, 1.0]
+    (result,) = results_of(tmp_path / "out")
+    assert result["response"]["status_code"] == 200
+
+
+@pytest.mark.parametrize("status", [500, 504])
+def test_a_failure_that_the_server_tells_is_an_error_of_that_line(tmp_path: Path, status: int) -> None:
+    told = httpx.Response(status, json={"error": {"message": "it broke", "code": "broken"}})
+    assert not run(answers(told), write(tmp_path / "in", request("a")), tmp_path / "out").seconds
+    (result,) = results_of(tmp_path / "out")
+    assert result["response"]["status_code"] == status
+    assert result["error"]["code"] == "broken"
+
+
 def test_a_server_that_never_has_a_route_ends_the_batch(tmp_path: Path) -> None:
     with pytest.raises(BatchInterrupted, match=r"status 404, .* is the URL right"):
         run(answers(NO_ROUTE), write(tmp_path / "in", request("a")), tmp_path / "out")

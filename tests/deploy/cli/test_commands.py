@@ -207,12 +207,21 @@ def test_bench_widens_a_narrow_configuration_and_checks_it_again(config: Path) -
     assert "--batch-size: 5000" in user_error("bench", "offline", "-c", config, "-b", 5000)
 
 
-def test_config_validate_looks_at_all_that_serve_looks_at(config: Path, models: Path) -> None:
+def test_config_validate_looks_at_what_serve_looks_at(
+    config: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = config.read_text()
     config.write_text(text.replace(f"{models}/draft", f"{models}/foreign"))
     assert "another tokenizer" in user_error("config", "validate", config)
     config.write_text(text + "http: {api_keys_file: /nowhere/keys}\n")
     assert "/nowhere/keys cannot be read" in user_error("config", "validate", config)
+    config.write_text(text + "http: {tls: {certificate_file: /nowhere/cert, key_file: /nowhere/key}}\n")
+    assert "/nowhere/cert cannot be read" in user_error("config", "validate", config)
+    config.write_text(text + "http: {tracing: {endpoint: 'http://collector:4318/v1/traces'}}\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.openai.tracing._EXPORTER", "nowhere.to.be.found")
+        assert "http.tracing: needs more packages" in user_error("config", "validate", config)
+    assert invoke("config", "validate", config)[0] == 0
 
 
 def test_mistakes_in_options(

@@ -84,6 +84,7 @@ def refusing_door() -> Door:
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
         ({"stop": [""]}, "stop"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": ["x", "y" * 1025]}, "stop"),
         ({"stop": 5}, "stop"),
         ({"stop": [5]}, "stop[0]"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
@@ -211,6 +212,13 @@ def test_what_streams_do_not_have(door: Door, fields: dict[str, Any], param: str
     response = door.complete(stream=True, **fields)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
+    assert door.service.requests == []
+
+
+def test_the_best_choices_are_reported_as_they_were_found(door: Door) -> None:
+    response = door.complete(best_of=2, logprobs=0, logprobs_mode="processed")
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "logprobs_mode"
     assert door.service.requests == []
 
 

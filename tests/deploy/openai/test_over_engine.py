@@ -45,7 +45,7 @@ class Served:
     def complete(self, **fields: Any) -> Any:
         fields = {"model": "target", "prompt": "def f(x):", "temperature": 0, "max_tokens": 24} | fields
         ours = ("speculation", "ignore_eos", "return_token_ids", "return_metrics", "top_k", "min_p")
-        ours += ("prompt_logprobs",)
+        ours += ("prompt_logprobs", "logprobs_mode")
         extra = {name: fields.pop(name) for name in ours if name in fields}
         return self.client.completions.create(**fields, extra_body=extra)
 
@@ -240,9 +240,11 @@ def test_prompt_logprobs_in_their_users_shape(served: Served) -> None:
     assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens  # type: ignore[attr-defined]
 
 
-def test_best_of(served: Served) -> None:
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_best_of(served: Served, mode: str) -> None:
+    """By raw log-probabilities, whatever would be reported if any were."""
     every = served.complete(temperature=1, seed=5, n=5, logprobs=0)
-    best = served.complete(temperature=1, seed=5, n=2, best_of=5)
+    best = served.complete(temperature=1, seed=5, n=2, best_of=5, logprobs_mode=mode)
     mean = [sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in every.choices]
     ranked = sorted(range(5), key=lambda index: -mean[index])[:2]
     assert [one.text for one in best.choices] == [every.choices[index].text for index in ranked]

@@ -10,16 +10,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from deploy.openai.app import create_app
 from deploy.openai.keys import ApiKey, digest_api_key
-from deploy.openai.resumption import FailedForGood
+from deploy.openai.protocol import CompletionBody
+from deploy.openai.requests import PreparedRequest, prepare_completion
+from deploy.openai.resumption import FailedForGood, proved
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.clock import ManualClock
 from specdec.core.error_codes import FAILED_REPEATEDLY
-from specdec.core.errors import RequestFailed
+from specdec.core.errors import NotReadyError, RequestFailed
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
 from specdec.engine.async_engine import AsyncEngine
@@ -28,6 +31,7 @@ from specdec.engine.engine import Engine
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from tests.architectures import make_tokenizer
 from tests.deploy.openai.fakes import DESCRIPTION, Door, ScriptedService, error_of, events_of
 from tests.specdec.engine.grammar_models import save_byte_level_model
 
@@ -355,6 +359,147 @@ def test_a_failed_replay_is_an_error_and_no_stream() -> None:
     assert response.status_code == 500
     assert error_of(response)["code"] == "non_finite_logits"
     assert json.loads(response.content)["error"]["message"] == "logits are not finite"
+
+
+class FailingOnce(HoldingBack):
+    """What is generated again never comes, but for the first choice, which fails at once."""
+
+    fails = False
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        if self.fails:
+            is_first = request.request_id.partition("~")[0].endswith("-0")
+            self.hold_at, self.fail_after = (None, 0) if is_first else (0, None)
+        async for output in super().generate(request):
+            yield output
+
+
+@pytest.mark.parametrize("failure", [None, NotReadyError("nobody is there")])
+def test_where_one_replay_fails_the_others_are_ended(failure: Exception | None) -> None:
+    service = FailingOnce(failure=failure)
+    key = ApiKey(name="mine", digest=digest_api_key("mine"), max_concurrency=3)
+    door = Door(service, DoorSettings(api_keys=(key,)))
+    body = {"prompt": "abc", "n": 3, "stream": True}
+    headers = {"Authorization": "Bearer mine"}
+
+    async def scenario() -> httpx.Response:
+        events = events_of(await door.send("POST", "/v1/completions", json=body, headers=headers))
+        places = [event_id for event_id, _ in events if re.search(r":[1-9],[1-9],[1-9]:", event_id or "")]
+        service.fails = True
+        service.closed.clear()
+        again = headers | {"Last-Event-ID": str(places[0])}
+        response = await door.send("POST", "/v1/completions", json=body, headers=again)
+        replayed = [request.request_id for request in service.requests[3:]]
+        assert len(replayed) == 3
+        assert sorted(service.closed) == sorted(replayed), "nothing is generated for nobody"
+        service.fails, service.hold_at, service.fail_after = False, None, None
+        # Its place is free again.
+        assert (await door.send("POST", "/v1/completions", json=body, headers=headers)).status_code == 200
+        return response
+
+    response = asyncio.run(scenario())
+    expected = (500, "non_finite_logits") if failure is None else (503, "not_ready")
+    assert (response.status_code, error_of(response)["code"]) == expected
+
+
+class Silent(ScriptedService):
+    """Coordinators that are not there: nobody says what is remembered."""
+
+    is_left = False
+
+    async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+        await super().recall(names, proof)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.is_left = True
+        raise AssertionError
+
+
+@pytest.mark.parametrize("is_recalling", [True, False], ids=["recalling", "replaying"])
+def test_a_resumed_request_has_its_time_limit(is_recalling: bool) -> None:
+    service = Silent() if is_recalling else ScriptedService()
+    door = Door(service)
+
+    async def scenario() -> httpx.Response:
+        events = events_of(await door.send("POST", "/v1/completions", json={"prompt": "abc", "stream": True}))
+        service.hold_at = 0
+        body = {"prompt": "abc", "stream": True, "timeout_s": 0.4}
+        headers = {"Last-Event-ID": str(events[1][0])}
+        response = await door.send("POST", "/v1/completions", json=body, headers=headers)
+        assert service.recalls, "it was on its way"
+        assert len(service.closed) == len(service.requests), "and is there no more"
+        return response
+
+    response = asyncio.run(scenario())
+    assert response.status_code == 504
+    assert error_of(response)["code"] == "request_timeout"
+    assert error_of(response)["message"] == "The request took longer than 0.4 s."
+    assert response.headers["x-should-retry"] == "false"
+    assert len(service.requests) == (1 if is_recalling else 2)
+    assert not isinstance(service, Silent) or service.is_left
+
+
+def test_what_resuming_takes_is_taken_off_the_time_of_a_request() -> None:
+    class Slow(ScriptedService):
+        async def recall(self, names: Sequence[str], proof: bytes) -> Sequence[tuple[str, tuple[int, ...]]]:
+            await asyncio.sleep(0.05)
+            return await super().recall(names, proof)
+
+    door = Door(Slow())
+    event_id = last_id(door.complete(stream=True))
+    assert resume(door, event_id, timeout_s=1e6).status_code == 200
+    replayed, resumed = door.service.requests[1:]
+    assert replayed.timeout_s is not None
+    assert resumed.timeout_s is not None
+    assert resumed.timeout_s < replayed.timeout_s - 0.04
+
+
+def proof_of(**fields: Any) -> bytes:
+    return proved(prepared_with(**fields), b"key", 60.0).proof
+
+
+def prepared_with(**fields: Any) -> PreparedRequest:
+    body = CompletionBody.model_validate({"prompt": ["abc", "xyz"], "seed": 1, "stream": True} | fields)
+    tokenizer = HuggingFaceTokenizer(make_tokenizer())
+    return asyncio.run(prepare_completion(body, DESCRIPTION, tokenizer, DoorSettings()))
+
+
+def test_proofs_tell_parameters_of_each_choice_apart() -> None:
+    fields: dict[str, Any] = {"n": 3, "stop": ["x"], "allowed_token_ids": [5, 6]}
+    assert proof_of(**fields) == proof_of(**fields)
+    assert len({proof_of(**fields | {"stop": [stop]}) for stop in "xyz"}) == 3
+    prepared = prepared_with(**fields)
+    proofs = {proved(prepared, b"key", 60.0).proof, proved(prepared, b"other", 60.0).proof}
+    for index in range(6):
+        requests = list(prepared.requests)
+        other = msgspec.structs.replace(requests[index].params, top_k=3)
+        requests[index] = msgspec.structs.replace(requests[index], params=other)
+        proofs.add(proved(dataclasses.replace(prepared, requests=tuple(requests)), b"key", 60.0).proof)
+    assert len(proofs) == 2 + 6
+    # Whether choices share them is a matter of how they were made.
+    apart = [
+        msgspec.structs.replace(request, params=msgspec.structs.replace(request.params))
+        for request in prepared.requests
+    ]
+    assert len({id(request.params) for request in apart}) == 6
+    assert proved(dataclasses.replace(prepared, requests=tuple(apart)), b"key", 60.0).proof in proofs
+
+
+def test_parameters_that_choices_share_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepared_with(n=100, stop=["y" * 1000])
+    lengths: list[int] = []
+    original = msgspec.msgpack.encode
+
+    def note(value: Any) -> bytes:
+        data = original(value)
+        lengths.append(len(data))
+        return data
+
+    monkeypatch.setattr(msgspec.msgpack, "encode", note)
+    proved(prepared, None, 60.0)
+    assert len(prepared.requests) == 200
+    assert sum(lengths) < 200 * 20 + 2 * 1100
 
 
 @pytest.mark.parametrize(

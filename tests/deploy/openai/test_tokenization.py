@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deploy.openai import tokenization
-from deploy.openai.tokenization import INLINE_CHARACTERS, HuggingFaceTokenizer
+from deploy.openai.tokenization import INLINE_CHARACTERS, INLINE_TOKENS, HuggingFaceTokenizer
 from specdec.core.errors import CapacityError, InputError
 from tests.architectures import make_tokenizer
 
@@ -66,6 +66,17 @@ def test_long_text_is_tokenized_like_short_text() -> None:
     assert encode(tokenizer, text) == encode(tokenizer, "abc ") * INLINE_CHARACTERS
 
 
+@pytest.mark.parametrize("num_tokens", [1, INLINE_TOKENS, INLINE_TOKENS + 1])
+def test_a_prompt_is_decoded_as_other_tokens_are(num_tokens: int) -> None:
+    plain = byte_level()
+    assert plain.eos_token_id is not None
+    tokenizer = HuggingFaceTokenizer(plain)
+    token_ids = (*encode(tokenizer, "a " * INLINE_TOKENS)[: num_tokens - 1], plain.eos_token_id)
+    text = asyncio.run(tokenizer.decode_prompt(token_ids))
+    assert text == tokenizer.decode(token_ids)
+    assert len(text) == num_tokens - 1, "special tokens never show"
+
+
 def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
     tokenizer = HuggingFaceTokenizer(byte_level())
 
@@ -108,6 +119,8 @@ def test_no_more_waits_for_the_tokenizer_than_it_can_read_soon(monkeypatch: pyte
         await asyncio.sleep(0)
         with pytest.raises(CapacityError) as refused:
             await ask("b" * size)
+        with pytest.raises(CapacityError):
+            await tokenizer.decode_prompt([5] * (INLINE_TOKENS + 1))
         assert refused.value.retry_after_s > 0
         go_on.set()
         assert await first == (10 * size,)
