@@ -17,6 +17,7 @@ import msgspec
 
 from cluster.crash_policy import MAX_CLEARED, MAX_CRASHES, PROBATION_OUTPUTS, response_of
 from cluster.recollection import FailedResponses, Recollection
+from cluster.standstill import ORDINARY_PAUSE_S, Standstill
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.core.error_codes import (
@@ -139,6 +140,7 @@ class RequestDesk:
         self._recollection = Recollection(clock)
         self._failed = FailedResponses(clock)
         self._heard_s: dict[PeerId, float] = {}
+        self._standstill = Standstill(ordinary_s=ORDINARY_PAUSE_S)
         self._submitted: deque[tuple[RequestId, Epoch]] = deque()
         self._aborted: deque[tuple[RequestId, Epoch]] = deque()
         self._beginning: _Stream | None = None
@@ -180,7 +182,9 @@ class RequestDesk:
         """Take a message of an ingress in, and answer it."""
         sender = envelope.sender
         with self._ordered:
-            self._heard_s[sender] = self._clock.now_s()
+            now_s = self._clock.now_s()
+            self._forgive_standstill(now_s)
+            self._heard_s[sender] = now_s
             match envelope.message:
                 case SubmitRequest(request=request, num_cleared=num_cleared):
                     self._submit(sender, request, num_cleared)
@@ -214,10 +218,19 @@ class RequestDesk:
         with self._ordered:
             self._recollection.forget_old()
             self._failed.forget_old()
+            self._forgive_standstill(now_s)
             for ingress in [i for i, heard_s in self._heard_s.items() if now_s - heard_s > self._lease_s]:
                 del self._heard_s[ingress]
                 for request_id in [r for r, stream in self._streams.items() if stream.ingress == ingress]:
                     self._drop(request_id)
+
+    def _forgive_standstill(self, now_s: float) -> None:
+        """Blame no ingress for a time in which nothing was taken in here."""
+        forgiven_s = self._standstill.forgiven_s(now_s, self._lease_s)
+        if forgiven_s > 0.0:
+            self._heard_s = {
+                ingress: min(now_s, heard_s + forgiven_s) for ingress, heard_s in self._heard_s.items()
+            }
 
     def drain(self) -> None:
         """Take no more requests from now on; those that are here go on (any thread)."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 
+from cluster.standstill import Standstill
 from specdec.core.idle_work import WorkState
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.status import OnlineStatus
@@ -91,7 +91,7 @@ class DirectoryState:
     def __init__(self, *, lease_s: float, incarnation: int) -> None:
         """`lease_s`: of members that do not say theirs."""
         self._lease_s = lease_s
-        self._called_s = math.inf
+        self._standstill = Standstill()
         self._incarnation = incarnation
         self._changes = 0
         self._members: dict[PeerId, Member] = {}
@@ -127,18 +127,13 @@ class DirectoryState:
         )
 
     def _forgive_standstill(self, now_s: float) -> None:
-        """Leave out of all leases a time in which nobody was heard, because nobody could be.
-
-        This process was stopped, starved or cut off. The renewals of its members are among the calls that it
-        takes in next, but not before the first of them, which would find nobody left.
-        """
-        standstill_s = now_s - self._called_s
-        self._called_s = now_s
-        # Who renews every third of a lease has so much of it left at any time. The longest of them counts:
-        # where only members with long leases are left, nobody is heard for longer than a short one.
-        if standstill_s > max(self._leases_s.values(), default=self._lease_s) * 2 / 3:
+        """Leave out of all leases a time in which nobody was heard, because nobody could be."""
+        # The longest of them counts: where only members with long leases are left, nobody is heard for longer
+        # than a short one.
+        forgiven_s = self._standstill.forgiven_s(now_s, max(self._leases_s.values(), default=self._lease_s))
+        if forgiven_s > 0.0:
             for peer_id in self._expiry_s:
-                self._expiry_s[peer_id] += standstill_s
+                self._expiry_s[peer_id] += forgiven_s
 
 
 class Desertion:

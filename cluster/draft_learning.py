@@ -130,6 +130,10 @@ class DraftLearning:
         served = self._served
         if served is None or served.number == self._given:
             return
+        # Asked first: until the worker's forward is compiled, which may take hours under load, all weights
+        # would be sent for nothing again and again.
+        if not worker.call("can_use_version"):
+            return
         try:
             if worker.call("use_version", served, timeout_s=_STAGING_S):
                 self._given = served.number

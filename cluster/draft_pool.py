@@ -60,8 +60,11 @@ class DraftPoolReplica:
         self._engine = engine
         self._cluster = cluster
         self._coordinators: list[Member] = []
+        self._news = threading.Event()
+        """Set when there are others, or this place ends."""
+        self._told: Any = None
+        """Who may speak, as the present worker was told last."""
         self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._worker: WorkerHandle | None = None
         self._worker_id: PeerId | None = None
         self._num_workers = 0
@@ -141,9 +144,8 @@ class DraftPoolReplica:
         if self._learning is not None:
             self._learning.begin(worker)
         self._num_workers += 1
-        with self._lock:
-            self._worker_id = worker_id
-            self._tell_who_may_speak(worker)
+        self._worker_id, self._told = worker_id, None
+        self._tell_who_may_speak(worker)
         self._announce(
             Member(
                 address=address,
@@ -190,20 +192,26 @@ class DraftPoolReplica:
                 self._announce(msgspec.structs.replace(member, compile_state=state))
 
     def _follow(self, members: tuple[Member, ...]) -> None:
-        with self._lock:
-            self._coordinators = [member for member in members if member.role == "coordinator"]
-            if self._worker is not None and self._worker_id is not None:
-                try:
-                    self._tell_who_may_speak(self._worker)
-                except TransportError as error:
-                    logger.warning("the draft worker was not told who may speak: %s", error)
+        """Note who is there. The directory's thread, which renews our lease, never waits for a worker."""
+        self._coordinators = [member for member in members if member.role == "coordinator"]
+        self._news.set()
 
     def _tell_who_may_speak(self, worker: WorkerHandle) -> None:
-        coordinators = [member.address for member in self._coordinators]
-        targets = [
-            (member.tensors, member.peer_id) for member in self._coordinators if member.tensors is not None
-        ]
-        worker.call("admit", coordinators, targets)
+        """Tell the worker, unless it knows.
+
+        Raises:
+            TransportError: it is dead, or cannot do as it is told.
+        """
+        members = self._coordinators
+        coordinators = [member.address for member in members]
+        targets = [(member.tensors, member.peer_id) for member in members if member.tensors is not None]
+        if self._told == (coordinators, targets):
+            return
+        try:
+            worker.call("admit", coordinators, targets)
+        except RayTaskError as error:
+            raise TransportError(f"the draft worker lets nobody in: {error.cause}") from error
+        self._told = coordinators, targets
 
     def _keep_alive(self) -> None:
         """Look after the worker; replace it when it is dead.
@@ -214,9 +222,10 @@ class DraftPoolReplica:
         backoff = Backoff(
             first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S, forgiven_after_s=_FORGIVEN_AFTER_S
         )
-        while not self._stop.wait(self._cluster.membership.renew_s):
+        while self._wait():
             try:
                 assert self._worker is not None
+                self._tell_who_may_speak(self._worker)
                 self._counters = self._health_of(self._worker)
                 self._follow_compiling(self._worker)
                 if self._learning is not None:
@@ -241,6 +250,12 @@ class DraftPoolReplica:
                     logger.error("no new draft worker, next attempt in %.1f s: %s", wait_s, failure)
                     self._stop.wait(wait_s)
 
+    def _wait(self) -> bool:
+        """Wait until the worker is to be looked after, or there is news for it; return whether to go on."""
+        self._news.wait(self._cluster.membership.renew_s)
+        self._news.clear()
+        return not self._stop.is_set()
+
     def _health_of(self, worker: WorkerHandle) -> dict[str, float]:
         """Return a worker's counters.
 
@@ -256,8 +271,7 @@ class DraftPoolReplica:
         return counters
 
     def _retire_worker(self) -> None:
-        with self._lock:
-            retired, self._worker_id = self._worker_id, None
+        retired, self._worker_id = self._worker_id, None
         if retired is not None:
             self._directory.withdraw(retired)
         self._member = None
@@ -266,6 +280,7 @@ class DraftPoolReplica:
 
     def _close(self) -> None:
         self._stop.set()
+        self._news.set()
         if self._learning is not None:
             self._learning.stop()
         self._directory.close()

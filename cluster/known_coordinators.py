@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from cluster.directory import Member
+from cluster.standstill import ORDINARY_PAUSE_S, Standstill
 from specdec.core.clock import Clock
 from specdec.core.description import TargetDescription
 from specdec.transport.base import PeerId
@@ -59,6 +60,7 @@ class KnownCoordinators:
         self._lease_s = lease_s
         self._may_be_none = may_be_none
         self._known: dict[PeerId, KnownCoordinator] = {}
+        self._standstill = Standstill(ordinary_s=ORDINARY_PAUSE_S)
         self._last_description: TargetDescription | None = None
         self.is_closing = False
         """Whether the whole deployment ends: all that are there say so, or the last that were did. One alone
@@ -128,7 +130,9 @@ class KnownCoordinators:
 
     def hear(self, coordinator: KnownCoordinator) -> bool:
         """Note that it has said something; return whether it was taken for lost."""
-        coordinator.heard_s = self._clock.now_s()
+        now_s = self._clock.now_s()
+        self._forgive_standstill(now_s)
+        coordinator.heard_s = now_s
         was_reachable, coordinator.is_reachable = coordinator.is_reachable, True
         return not was_reachable
 
@@ -140,6 +144,7 @@ class KnownCoordinators:
     def silent(self) -> list[KnownCoordinator]:
         """Return those that have said nothing for a lease's time, and are not taken for lost yet."""
         now_s = self._clock.now_s()
+        self._forgive_standstill(now_s)
         return [one for one in self if one.is_reachable and now_s - one.heard_s > self._lease_s]
 
     def give_up(self, coordinator: KnownCoordinator) -> bool:
@@ -176,6 +181,13 @@ class KnownCoordinators:
             if one.peer_id not in refused_by and revision in {None, one.member.model_revision}
         ]
         return [one for one in fitting if one.has_target] or fitting
+
+    def _forgive_standstill(self, now_s: float) -> None:
+        """Blame no coordinator for a time in which nothing was taken in here."""
+        forgiven_s = self._standstill.forgiven_s(now_s, self._lease_s)
+        if forgiven_s > 0.0:
+            for one in self:
+                one.heard_s = min(now_s, one.heard_s + forgiven_s)
 
     def _settle_closing(self) -> None:
         if self._known:

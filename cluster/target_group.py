@@ -251,7 +251,9 @@ class TargetGroup:
             vocab_size=description.vocab_size,
             deadlines=self._cluster.draft_pool.deadlines,
             placement=self._cluster.draft_pool.placement,
-            first_epoch=time.time_ns(),  # draft workers know attempts of the engine before this one
+            # Draft workers know attempts of the engine before this one, of this process: nobody else has
+            # its name. A clock that may be set back would have them take new attempts for old ones.
+            first_epoch=time.monotonic_ns(),
             max_message_bytes=min(
                 self._options.max_message_bytes,
                 longest_message_bytes(

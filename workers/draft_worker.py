@@ -17,10 +17,10 @@ from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import (
     ServingThread,
+    open_tensor_channel,
     prepare_logging,
     prepare_threads,
     settle_memory,
-    tensor_peer_id,
 )
 from workers.progress import StartListener, StartProgress
 from workers.rank_worker import lead_ranks, threads_per_rank
@@ -78,7 +78,6 @@ class DraftWorkerProcess:
         from specdec.engine.text_tap import TextTap
         from specdec.model.devices import device_name, resolve_device
         from specdec.transport.nccl import nccl_lanes
-        from specdec.transport.torch_dist import TorchDistChannel
         from specdec.transport.zmq import ZmqChannel
 
         started_s = time.monotonic()
@@ -89,7 +88,7 @@ class DraftWorkerProcess:
             heads = build_remote_heads(config)
             device = resolve_device(speculative.device)
             lanes = nccl_lanes(tensors, device)
-            channel = TorchDistChannel(tensor_peer_id(peer_id), host=host, lanes=lanes)
+            channel = open_tensor_channel(peer_id, host, options, lanes)
             self._inbox = _hidden_inbox(
                 heads, speculative.hidden_memory_bytes, channel, None if lanes is None else device
             )
@@ -169,10 +168,14 @@ class DraftWorkerProcess:
         """Return, once, the texts that have ended since the last call, as far as they may be learnt from."""
         return () if self._tap is None else self._tap.take()
 
+    def can_use_version(self) -> bool:
+        """Whether other weights could be taken now. To be asked before all of them are sent."""
+        return not self._taking and self.compile_state() != "pending"
+
     def use_version(self, version: PackedVersion) -> bool:
         """Draft with other weights from the next batch on; nobody waits while they are prepared.
 
-        Return False where that cannot be yet: ask again.
+        Return False where that cannot be yet, as `can_use_version` says: ask that again.
         """
         from safetensors.torch import load
 
@@ -180,9 +183,7 @@ class DraftWorkerProcess:
 
         proposer = self._proposer
         assert isinstance(proposer, TakesWeights), "checked by SpeculativeConfig"
-        if self._taking:
-            return False
-        if self.compile_state() == "pending":
+        if not self.can_use_version():
             return False
         staged = proposer.stage_weights(load(version.weights))
         self._taking = True

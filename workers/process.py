@@ -9,10 +9,16 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from specdec.kv.host_memory import give_back_freed
 from specdec.transport.base import PeerId
 from workers.logs import make_formatter, mute_imports
+
+if TYPE_CHECKING:
+    from specdec.transport.device_lane import DeviceLanes
+    from specdec.transport.torch_dist import TorchDistChannel
+    from specdec.transport.zmq import ZmqOptions
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +79,26 @@ def settle_memory() -> None:
     give_back_freed()
 
 
-def tensor_peer_id(peer_id: PeerId) -> PeerId:
-    """Return the name of a worker's channel for tensors, given that of its channel for messages."""
-    return PeerId(f"{peer_id}-tensors")
+def open_tensor_channel(
+    peer_id: PeerId, host: str, options: ZmqOptions, lanes: DeviceLanes | None
+) -> TorchDistChannel:
+    """Open a worker's channel for tensors, given the name and the options of its channel for messages.
+
+    A link of either is silent for too long after the same time.
+    """
+    # Only now, since OpenMP reads its settings when torch is loaded.
+    from specdec.transport.gloo_link import TorchDistOptions
+    from specdec.transport.torch_dist import TorchDistChannel
+
+    return TorchDistChannel(
+        PeerId(f"{peer_id}-tensors"),
+        host=host,
+        options=TorchDistOptions(
+            heartbeat_interval_s=options.heartbeat_interval_s,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+        ),
+        lanes=lanes,
+    )
 
 
 class ServingThread:

@@ -15,10 +15,10 @@ from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import (
     ServingThread,
+    open_tensor_channel,
     prepare_logging,
     prepare_threads,
     settle_memory,
-    tensor_peer_id,
 )
 from workers.progress import StartListener, StartProgress
 from workers.rank_worker import lead_ranks, threads_per_rank
@@ -26,7 +26,7 @@ from workers.rank_worker import lead_ranks, threads_per_rank
 if TYPE_CHECKING:
     from specdec.engine.hidden_sender import HiddenSender
     from specdec.engine.kept_rows import KeptRows
-    from specdec.transport.device_lane import DeviceLanes
+    from specdec.transport.base import TensorChannel
     from specdec.transport.lane_choice import TensorLane
     from specdec.transport.zmq import ZmqOptions
 
@@ -92,7 +92,8 @@ class TargetWorkerProcess:
         self._sender: HiddenSender | None = None
         if config.speculative_config.has_remote_heads:
             device = resolve_device(config.target.device)
-            self._sender = _hidden_sender(target.hidden, peer_id, host, nccl_lanes(tensors, device))
+            lanes = nccl_lanes(tensors, device)
+            self._sender = _hidden_sender(target.hidden, open_tensor_channel(peer_id, host, options, lanes))
         server = TargetServer(self._channel, target, hidden=self._sender)
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
@@ -130,14 +131,11 @@ class TargetWorkerProcess:
         self._thread.stop(self._channel.wake)
 
 
-def _hidden_sender(
-    kept: KeptRows | None, peer_id: PeerId, host: str, lanes: DeviceLanes | None
-) -> HiddenSender:
+def _hidden_sender(kept: KeptRows | None, channel: TensorChannel) -> HiddenSender:
     from specdec.engine.hidden_sender import HiddenSender
-    from specdec.transport.torch_dist import TorchDistChannel
 
     assert kept is not None, "a target keeps what heads in draft workers read"
-    return HiddenSender(TorchDistChannel(tensor_peer_id(peer_id), host=host, lanes=lanes), kept)
+    return HiddenSender(channel, kept)
 
 
 TargetWorker = ray.remote(TargetWorkerProcess)

@@ -247,10 +247,15 @@ class DraftServer:
         """Hear no other coordinators from now on, and forget, soon, their sequences (any thread)."""
         self._members = frozenset(coordinators)
         self._is_sweep_due = True
+        self._channel.wake()  # nobody may be left who says anything
 
     def before_next(self, act: Callable[[], object]) -> None:
-        """Have something done before the next batch, by the thread that serves (any thread)."""
+        """Have something done before the next batch, by the thread that serves (any thread).
+
+        It does not wait for one to come.
+        """
         self._before_next.append(act)
+        self._channel.wake()
 
     def count(self, counts: Mapping[str, int]) -> None:
         """Tell coordinators what was counted elsewhere since the last call (any thread)."""
@@ -262,6 +267,7 @@ class DraftServer:
         What has waited since the last call is not kept waiting for a message.
         """
         self._sweep()
+        self._do_between_batches()
         if not self._hear(timeout_s):
             return False
         now_s = self._clock.now_s()
@@ -269,10 +275,13 @@ class DraftServer:
             if client.unread:
                 self._read(coordinator, client, now_s)
         self._refuse_displaced()
-        while self._before_next:
-            self._before_next.popleft()()
+        self._do_between_batches()
         self._serve()
         return True
+
+    def _do_between_batches(self) -> None:
+        while self._before_next:
+            self._before_next.popleft()()
 
     def _hear(self, timeout_s: float | None) -> bool:
         """Take what has come from the channel, as far as one turn goes; return whether there is work."""

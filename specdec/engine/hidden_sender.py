@@ -98,6 +98,7 @@ class HiddenSender:
         self._new.clear()
         for name in [name for name in self._attempts if name[1] not in known]:
             del self._attempts[name]
+        self._forget_lost_receivers()
         if not self._wishes:
             return
         self.fulfil()
@@ -147,7 +148,11 @@ class HiddenSender:
         self._channel.send_tensors(receiver.peer_id, message, {"hidden": hidden})
 
     def _forget_lost_receivers(self) -> None:
-        """A draft worker that is gone is called again only when somebody wishes it."""
+        """A draft worker that is gone is called again only when somebody wishes it.
+
+        That may be once more after its end, before coordinators hear of it: nothing then breaks, and only a
+        channel that reports whom it cannot reach ends the calls, and what they hold.
+        """
         while True:
             try:
                 envelope = self._channel.receive(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
@@ -22,6 +23,10 @@ from specdec.transport.messages import (
     Welcome,
 )
 
+_SENT_IN_GRACE: Final = 4
+"""Into how many parts the grace of a lost link is divided: at the end of each, what may have been lost with
+it is sent again."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTargetTimes:
@@ -33,7 +38,8 @@ class RemoteTargetTimes:
     resend_after_s: float = 1.0
     """Steps run once however often they are sent; this covers a link that broke and came back."""
     lost_link_grace_s: float = 1.0
-    """After the link broke, how long it may take to come back with an answer."""
+    """After the link broke, how long it may take to come back with an answer. Steps are sent again several
+    times within it."""
 
 
 class RemoteTarget:
@@ -126,8 +132,7 @@ class RemoteTarget:
         now_s = self._clock.now_s()
         try:
             while True:
-                if isinstance(self._next_message(now_s), Welcome):
-                    self._lost_s = None
+                self._note_welcome(self._next_message(now_s))
         except ChannelTimeout:
             pass
         if self._lost_s is None:
@@ -165,6 +170,7 @@ class RemoteTarget:
                 if self._clock.now_s() >= give_up_s:
                     raise
                 continue
+            self._note_welcome(message)
             if isinstance(message, Welcome) and message.incarnation == self._incarnation:
                 if message.description is None:
                     raise TransportError(f"{self._worker.peer_id} is not a target worker")
@@ -184,6 +190,7 @@ class RemoteTarget:
             if self._lost_s is not None:
                 raise TransportError(f"target worker {self._worker.peer_id} is gone") from None
             raise
+        self._note_welcome(message)
         if isinstance(message, StepDone) and message.incarnation == self._incarnation:
             self._lost_s = None
             if any(waiting.sequence == message.sequence for waiting in self._in_flight):
@@ -193,14 +200,22 @@ class RemoteTarget:
         elif isinstance(message, StepDone):
             self.counters["stale_answers"] += 1
 
+    def _note_welcome(self, message: object) -> None:
+        """The link is there again if that is what the worker says to our `Hello`."""
+        if isinstance(message, Welcome) and message.incarnation == self._incarnation:
+            self._lost_s = None
+
     def _next_message(self, give_up_s: float) -> object:
         """Return the next message of the worker, after looking for those that end the relation.
 
         Raises:
-            ChannelTimeout: nothing came until `give_up_s` or for `resend_after_s`.
+            ChannelTimeout: nothing came until `give_up_s`, or for so long that what was sent is sent again.
             TransportError: the worker was taken over or reports its own end.
         """
-        patience_s = min(self._times.resend_after_s, give_up_s - self._clock.now_s())
+        patience_s = self._times.resend_after_s
+        if self._lost_s is not None:
+            patience_s = min(patience_s, self._times.lost_link_grace_s / _SENT_IN_GRACE)
+        patience_s = min(patience_s, give_up_s - self._clock.now_s())
         envelope = self._channel.receive(max(0.0, patience_s))
         match envelope.message:
             case Fenced(incarnation=fenced, current=current) if fenced == self._incarnation:

@@ -40,7 +40,8 @@ class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
 class PeerLost(msgspec.Struct, frozen=True):
     """Never sent: a channel reports with it that the link to a connected peer broke.
 
-    The channel keeps trying to re-establish the link until `disconnect`.
+    `torch.distributed` reports, too, that none could be opened for long. The channel keeps trying to
+    re-establish the link until `disconnect`.
     """
 
 

@@ -81,6 +81,8 @@ class TorchDistOptions:
     """How long two peers may take to meet, once one has knocked."""
     lane_timeout_s: float = 30.0
     """How long they may then take to open a device lane."""
+    unreached_s: float = 30.0
+    """A peer to which no link can be opened for so long is reported as lost."""
 
     def has_room(self, num_queued_bytes: int, num_bytes: int) -> bool:
         """Whether a message may be queued beside what is queued already."""

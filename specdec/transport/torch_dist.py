@@ -358,13 +358,22 @@ class _Dialled:
         self._closed = False
 
     def run(self) -> None:
-        """Dial, listen, report the end, and begin again."""
+        """Dial, listen, report the end, and begin again.
+
+        Who is not to be reached is reported again and again, too: it may have been dead before it was called,
+        and its owner is to have the chance of not waiting for it.
+        """
         retry_s = _FIRST_RETRY_S
+        unreached_since_s = time.monotonic()
         while not self._closed:
             link = self._channel._dial(self.address, lambda: self._closed)
             if link is not None:
                 retry_s = _FIRST_RETRY_S
                 self._use(link)
+                unreached_since_s = time.monotonic()
+            elif time.monotonic() - unreached_since_s >= self._channel._options.unreached_s:
+                unreached_since_s = time.monotonic()
+                self._report_lost()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed, retry_s)
             retry_s = min(2 * retry_s, _MAX_RETRY_S)
@@ -382,9 +391,12 @@ class _Dialled:
         self._channel._hear(link, self.address.peer_id, self.address.public_key)
         with self._changed:
             self.link = None
+        self._report_lost()
+        link.join()
+
+    def _report_lost(self) -> None:
         if not self._closed:
             self._channel._deliver(Envelope(sender=self.address.peer_id, message=PeerLost()))
-        link.join()
 
     def send(self, kind: FrameKind, content: memoryview) -> bool:
         """Send now, or once the link is up; False when too much is queued."""

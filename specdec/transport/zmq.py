@@ -143,11 +143,12 @@ class ZmqChannel:
             max_queued=self._options.max_queued_messages,
         )
         self._closed = False
-        self._router = self._socket(zmq.ROUTER)
+        wanted = f"tcp://{_bracketed(host)}:*"
+        self._router = self._socket(zmq.ROUTER, wanted)
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
         self._router.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         try:
-            self._router.bind(f"tcp://{_bracketed(host)}:*")
+            self._router.bind(wanted)
         except zmq.ZMQError as error:
             self.close()
             raise ResourceError(f"cannot bind a channel to {host}: {error}") from error
@@ -292,7 +293,8 @@ class ZmqChannel:
         if self._closed:
             raise ChannelClosed(f"channel {self._address.peer_id} is closed")
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        """Return a socket that may be bound or connected to an endpoint."""
         socket = self._context.socket(kind)
         options = self._options
         socket.setsockopt(zmq.LINGER, 0)
@@ -306,12 +308,15 @@ class ZmqChannel:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(options.heartbeat_timeout_s * 1000))
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret.encode())
+        if _is_ipv6(endpoint):
+            # Not for all: the address of an IPv4 socket that may do both would be a mapped one, of no host.
+            socket.setsockopt(zmq.IPV6, 1)
         if kind == zmq.ROUTER:
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return socket
 
     def _open_link(self, peer: PeerAddress) -> Link:
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, peer.endpoint)
         socket.setsockopt(zmq.CURVE_SERVERKEY, peer.public_key.encode())
         socket.setsockopt(zmq.RECONNECT_IVL, int(FIRST_RETRY_S * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(MAX_RETRY_S * 1000))
@@ -480,3 +485,7 @@ def _bracketed(host: str) -> str:
 def _host(endpoint: str) -> str:
     """The part of `tcp://HOST:PORT` that names the machine."""
     return endpoint.rpartition(":")[0]
+
+
+def _is_ipv6(endpoint: str) -> bool:
+    return _host(endpoint).endswith("]")

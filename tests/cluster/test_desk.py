@@ -28,6 +28,7 @@ from specdec.transport.messages import (
     Hello,
     Message,
     OutputFrame,
+    Ping,
     Recall,
     Recalled,
     Refused,
@@ -389,3 +390,31 @@ def test_desks_hear_from_doors_what_has_failed_elsewhere() -> None:
     for proof in (b"mine", b"other"):
         bench.desk.hear(Envelope(sender=INGRESS, message=Recall(1, ("cmpl-ab-1",), proof)))
     assert [one.has_failed for one in bench.sent if isinstance(one, Recalled)] == [True, False]
+
+
+def test_a_desk_that_stood_still_blames_no_door_for_that() -> None:
+    """What they have said meanwhile is taken in after the first look."""
+    clock, lease_s = ManualClock(), 6.0
+    desk = RequestDesk(lambda peer_id, message: None, clock, lease_s=lease_s)
+    doors = [PeerId("first"), PeerId("second")]
+
+    def ping(door: PeerId) -> None:
+        desk.hear(Envelope(sender=door, message=Ping(1)))
+
+    for door in doors:
+        request = Request(
+            request_id=RequestId(f"of-{door}"), prompt_token_ids=(1,), params=SamplingParams(), seed=1
+        )
+        desk.hear(Envelope(sender=door, message=SubmitRequest(request)))
+    desk.tick()
+    for standstill_s in (0.7 * lease_s, 10 * lease_s):
+        clock.advance(standstill_s)
+        ping(doors[0])
+        desk.tick()
+        assert desk.num_streams == 2
+        ping(doors[1])
+    for _ in range(13):
+        clock.advance(0.5)
+        ping(doors[0])
+        desk.tick()
+    assert desk.num_streams == 1, "who says nothing while it could be heard is gone"

@@ -65,6 +65,8 @@ class FakeWorker:
         self.texts: list[str] = []
         self.counted: dict[str, int] = {}
         self.version = 0
+        self.can_take = True
+        self.num_sent = 0
         self.failing: dict[str, Exception] = {}
 
     def call(self, method: str, *arguments: Any, timeout_s: float = 10.0) -> Any:
@@ -80,7 +82,13 @@ class FakeWorker:
         for name, count in counts.items():
             self.counted[name] = self.counted.get(name, 0) + count
 
+    def _can_use_version(self) -> bool:
+        return self.can_take
+
     def _use_version(self, version: PackedVersion) -> bool:
+        self.num_sent += 1
+        if not self.can_take:
+            return False
         self.version = version.number
         return True
 
@@ -181,7 +189,7 @@ def test_a_trainer_that_cannot_be_placed_is_lost_like_one_that_died(world: World
     assert len(world.trainers) == 2
 
 
-@pytest.mark.parametrize("where", ["start", "take_texts", "count", "use_version"])
+@pytest.mark.parametrize("where", ["start", "take_texts", "count", "can_use_version", "use_version"])
 def test_whatever_fails_the_draft_worker_is_left_alone(
     world: World, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,6 +230,17 @@ def test_a_new_worker_gets_what_is_served_even_if_that_fails_at_first(world: Wor
     world.worker = successor
     world.exchange(3)
     assert successor.version == 4
+
+
+def test_weights_are_sent_once_when_they_can_be_taken(world: World) -> None:
+    world.worker.can_take = False
+    world.exchange()
+    world.trainers[0].answer = report(4)
+    world.exchange(100)
+    assert (world.worker.num_sent, world.worker.version) == (0, 0)
+    world.worker.can_take = True
+    world.exchange(100)
+    assert (world.worker.num_sent, world.worker.version) == (1, 4)
 
 
 def test_a_dead_worker_is_its_owner_s_business(world: World) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from ray.exceptions import RayError, RayTaskError
 
 from cluster import draft_pool
 from cluster.autoscaling.draft_demand import DraftDemand, demand_of
 from cluster.config import ClusterConfig, MembershipConfig
+from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
 from cluster.draft_pool import DraftPoolReplica
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import TransportError
+from specdec.transport.base import PeerAddress, PeerId
 
 
 class Worker:
@@ -25,8 +29,15 @@ class Worker:
         self._error = error
         self.is_stopped = False
         self.num_calls = 0
+        self.admitted: list[tuple[Any, ...]] = []
+        self.refuses: Exception | None = None
 
-    def call(self, method: str, *, timeout_s: float) -> dict[str, float]:
+    def call(self, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, float]:
+        if method == "admit":
+            self.admitted.append(arguments)
+            if self.refuses is not None:
+                raise self.refuses
+            return {}
         assert method == "check_health"
         self.num_calls += 1
         assert self.num_calls < 100, "it is looked after for ever"
@@ -46,7 +57,9 @@ class Place(DraftPoolReplica):
     def __init__(self, first: Worker, failures: list[Exception]) -> None:  # not that of a real one
         self._cluster = ClusterConfig(membership=MembershipConfig(lease_s=1.0, renew_s=0.001))
         self._stop = threading.Event()
-        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._coordinators = []
+        self._told = ([], [])
         self._learning = None
         self._member = None
         self._worker = cast("WorkerHandle", first)
@@ -143,3 +156,60 @@ def test_what_coordinators_wanted_stands_while_nobody_knows(monkeypatch: pytest.
     monkeypatch.setattr(draft_pool, "read_demands", read)
     place._keep_alive()
     assert list(place._demands) == list(wanted)
+
+
+def a_coordinator(name: str) -> Member:
+    address = PeerAddress(peer_id=PeerId(name), endpoint="tcp://10.0.0.1:1", public_key=name)
+    return Member(address=address, role="coordinator")
+
+
+def test_the_directory_s_thread_does_not_wait_for_a_worker() -> None:
+    """It renews the lease, which must not be lost because the worker is busy with other weights."""
+    told, may_answer = threading.Event(), threading.Event()
+
+    class Busy(Worker):
+        def call(self, method: str, *arguments: Any, timeout_s: float = 10.0) -> dict[str, float]:
+            if method == "admit":
+                told.set()
+                assert may_answer.wait(30)
+            return super().call(method, *arguments, timeout_s=timeout_s)
+
+    busy = Busy()
+    place = Place(busy, [])
+    first, second = a_coordinator("first"), a_coordinator("second")
+    place._watch = threading.Thread(target=place._keep_alive, daemon=True)
+    place._watch.start()
+    place._follow((first,))
+    assert told.wait(30)
+    place._follow((first, second))  # would wait for ever
+    may_answer.set()
+    until_s = time.monotonic() + 30
+    while len(busy.admitted) < 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    place._stop.set()
+    place._watch.join(30)
+    assert busy.admitted == [([first.address], []), ([first.address, second.address], [])]
+
+
+def test_a_worker_hears_of_changes_among_coordinators_only() -> None:
+    worker = Worker()
+    place = Place(worker, [])
+    handle = cast("WorkerHandle", worker)
+    one = a_coordinator("one")
+    door = msgspec.structs.replace(a_coordinator("door"), role="ingress")
+    for members in ((one,), (one, door), (one,), ()):
+        place._follow(members)
+        place._tell_who_may_speak(handle)
+    assert worker.admitted == [([one.address], []), ([], [])]
+
+
+@pytest.mark.parametrize("error", [TransportError("it is dead"), says_no("its channel is closed")])
+def test_a_worker_that_cannot_be_told_who_may_speak_is_replaced(error: Exception) -> None:
+    first = Worker()
+    first.refuses = error
+    place = Place(first, [])
+    place._follow((a_coordinator("one"),))
+    place._keep_alive()
+    assert first.is_stopped
+    assert place.num_started == 1

@@ -358,3 +358,21 @@ def test_what_has_failed_is_refused_when_its_client_comes_back_and_others_are_to
     cluster.book.open(named("another", resumption=other), cluster.events.append)
     cluster.clock.advance(61.0)
     assert not cluster.book.has_failed(["cmpl-ab-0"], b"mine")
+
+
+def test_a_door_that_stood_still_blames_no_coordinator_for_that() -> None:
+    cluster = Cluster()
+    cluster.book.tick()
+    cluster.admit()
+    place = cluster.place
+    for standstill_s in (0.8 * LEASE_S, 10 * LEASE_S):
+        cluster.clock.advance(standstill_s)
+        cluster.book.tick()
+        assert set(cluster.book.coordinators) == {A, B, C}
+        for peer_id in (A, B, C):
+            cluster.answer(peer_id)
+    assert cluster.place == place
+    for _ in range(7):
+        cluster.clock.advance(0.5)
+        cluster.answer(place)
+    assert cluster.book.coordinators == (place,), "who says nothing while it could be heard is gone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -148,3 +149,31 @@ class Remote:
 def test_a_silence_that_would_end_healthy_ranks_or_none_is_refused(silence_s: float) -> None:
     with pytest.raises(ValidationError, match="rank_silence_s"):
         ClusterConfig.model_validate({"target_groups": {"rank_silence_s": silence_s}})
+
+
+def test_attempts_grow_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft workers would take those of the next engine for old ones, and draft no more."""
+    first_epochs: list[int] = []
+
+    class Drafter(Proposer):
+        def __init__(self, channel: ZmqChannel, *, first_epoch: int, **_: object) -> None:
+            super().__init__()
+            channel.close()
+            first_epochs.append(first_epoch)
+
+        def set_workers(self, workers: object) -> None: ...
+
+    monkeypatch.setattr(target_group, "RemoteProposer", Drafter)
+    config = EngineConfig.model_validate(
+        {
+            "target": {"model": "/models/target"},
+            "speculative_config": {"method": "draft_model", "model": "/models/draft"},
+        }
+    )
+    cluster = ClusterConfig(channels=ChannelConfig(bind="loopback"))
+    group = TargetGroup(config, cluster, PeerId("me"), KeyPair.generate())
+    target: Any = ToyTarget(ToyModel(VOCAB, seed=3))
+    for now_ns in (2_000_000_000_000_000_000, 1_000_000_000_000_000_000):
+        monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
+        group._make_proposer(target, lambda: None)
+    assert first_epochs[0] < first_epochs[1]

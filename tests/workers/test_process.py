@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,7 +8,9 @@ import threading
 
 import pytest
 
-from workers.process import ServingThread, prepare_threads
+from specdec.transport.base import PeerId
+from specdec.transport.zmq import ZmqOptions
+from workers.process import ServingThread, open_tensor_channel, prepare_threads
 
 
 def test_the_configured_thread_count_overrides_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,3 +76,11 @@ def test_a_failing_serving_thread_ends_the_process() -> None:
     )
     assert done.returncode == 1
     assert "the model is broken" in done.stderr
+
+
+def test_tensors_have_the_heartbeats_of_messages() -> None:
+    options = ZmqOptions(heartbeat_interval_s=0.3, heartbeat_timeout_s=9.0)
+    with contextlib.closing(open_tensor_channel(PeerId("draft-1"), "127.0.0.1", options, None)) as channel:
+        assert channel.address.peer_id == "draft-1-tensors"
+        assert channel._options.heartbeat_interval_s == 0.3
+        assert channel._options.heartbeat_timeout_s == 9.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,9 +18,21 @@ OpenChannel = Callable[[str], Channel]
 MAX_BYTES = 1 << 20
 
 
-@pytest.fixture(params=["memory", "zmq", "torch_dist", "device_lane"])
+def has_ipv6_loopback() -> bool:
+    """Whether a socket can be bound to ::1 here."""
+    try:
+        with socket.socket(socket.AF_INET6) as bound:
+            bound.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(params=["memory", "zmq", "zmq_ipv6", "torch_dist", "device_lane"])
 def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
     """Opens channels of one kind that can reach each other; closes them at the end."""
+    if request.param == "zmq_ipv6" and not has_ipv6_loopback():
+        pytest.skip("this machine has no ::1")
     network = MemoryNetwork()
     opened: list[Channel] = []
 
@@ -36,7 +49,8 @@ def open_channel(request: pytest.FixtureRequest) -> Iterator[OpenChannel]:
                 lanes=gloo_lanes(f"gpu of {name}"),
             )
         else:
-            channel = ZmqChannel(PeerId(name), options=ZmqOptions(max_message_bytes=MAX_BYTES))
+            host = "::1" if request.param == "zmq_ipv6" else "127.0.0.1"
+            channel = ZmqChannel(PeerId(name), host=host, options=ZmqOptions(max_message_bytes=MAX_BYTES))
         opened.append(channel)
         return channel
 

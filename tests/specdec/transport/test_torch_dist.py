@@ -248,3 +248,21 @@ def until_lost(channel: TorchDistChannel) -> object:
     while not isinstance(message := channel.receive(10).message, PeerLost):
         pass
     return message
+
+
+def test_who_cannot_be_reached_is_reported_until_it_is_not_wanted_any_more() -> None:
+    options = TorchDistOptions(unreached_s=0.2, connect_timeout_s=1.0)
+    dead = PeerAddress(peer_id=SERVER, endpoint="tcp://127.0.0.1:1", public_key="")
+    with channels("client", options=options) as (client,):
+        client.connect(dead)
+        client.send_tensors(SERVER, Ping(1), {"hidden": torch.zeros(9)})
+        for _ in range(2):
+            envelope = client.receive(30)
+            assert (envelope.sender, envelope.message) == (SERVER, PeerLost())
+        client.disconnect(SERVER)
+        until_s = time.monotonic() + 30
+        while any(thread.is_alive() for thread in client._threads):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        client.send(SERVER, Ping(2))
+        assert client.counters.dropped["unknown_peer"] == 1

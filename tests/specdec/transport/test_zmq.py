@@ -17,6 +17,7 @@ from specdec.core.errors import ChannelTimeout, ResourceError
 from specdec.transport.base import PeerId
 from specdec.transport.messages import Fatal, Ping, encode
 from specdec.transport.zmq import KeyPair, ZmqChannel, ZmqOptions
+from tests.specdec.transport.conftest import has_ipv6_loopback
 
 
 @contextmanager
@@ -304,3 +305,19 @@ def test_a_process_that_does_not_read_for_a_while_outlives_what_has_piled_up(wha
     command = [sys.executable, "-m", "tests.specdec.transport.stalled_peer", what_breaks]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no ::1")
+def test_over_ipv6_members_alone_are_let_in_whatever_their_own_address() -> None:
+    server = ZmqChannel(PeerId("server"), host="::1")
+    with contextlib.closing(server), channels("member", "stranger") as (member, stranger):
+        assert server.address.endpoint.startswith("tcp://[::1]:")
+        server.admit([member.address])
+        for client in (stranger, member):
+            client.connect(server.address)
+            client.send(PeerId("server"), Ping(1))
+        assert server.receive(10).sender == "member"
+        unheard(server)
+        assert server.counters.dropped["refused_link"] >= 1
+        server.send(PeerId("member"), Ping(2))
+        assert member.receive(10).message == Ping(2)
