@@ -23,6 +23,10 @@ _HARMLESS_KEYWORDS = frozenset(
 )
 
 
+_WINDOW_IN_MASK_ALONE = frozenset({"phimoe"})
+"""Model types whose model puts `sliding_window` into the mask of all layers, which do not pass it on."""
+
+
 class UnsupportedAttention(Exception):
     """A layer asks its attention for something that the paged attention does not do."""
 
@@ -36,9 +40,10 @@ class _Attends(Protocol):
 def _window_of_mask(module: torch.nn.Module, layer_idx: int) -> int | None:
     """Return the window of a layer that has it in its mask alone (Qwen 2 MoE): there are no masks here."""
     config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or layer_idx >= len(kinds) or kinds[layer_idx] != "sliding_attention":
-        return None
+    if getattr(config, "model_type", None) not in _WINDOW_IN_MASK_ALONE:
+        kinds = getattr(config, "layer_types", None)
+        if not kinds or layer_idx >= len(kinds) or kinds[layer_idx] != "sliding_attention":
+            return None
     window: int | None = getattr(config, "sliding_window", None)
     return window
 

@@ -2,8 +2,10 @@
 
 The sources have a plain C interface (no PyTorch headers): a build takes a few seconds and does not depend
 on the PyTorch version. Libraries are cached under a name that covers everything they depend on: sources,
-flags, compiler and instruction set. Processes may share the folder: a build happens under a file lock and
-appears by rename, a digest beside it is checked before it is loaded, and what fails the check is rebuilt.
+flags and instruction set, and apart from these the compiler. Processes may share the folder: a build happens
+under a file lock and appears by rename, a digest beside it is checked before it is loaded, and what fails the
+check is rebuilt. What passes is loaded as it is, so that a filled folder may be read-only; where nothing can
+be built, what another compiler has built of the same sources does as well.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_DIR = Path("~/.cache/drafthouse/compile")
-_COMPILERS = ("g++", "c++", "clang++")
+_COMPILERS = ("g++", "c++")
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -60,35 +62,47 @@ def load_library(source: Path, cache_dir: Path) -> ctypes.CDLL:
     can be called. Calls release the GIL.
 
     Raises:
-        NativeUnavailable: no compiler, a failed build, or a folder that cannot be written.
+        NativeUnavailable: it is not in the cache, and there is no compiler, its build fails, or the folder
+            cannot be written; or it cannot be loaded.
     """
-    compiler = find_compiler()
     includes = sorted({source.parent, Path(__file__).parent / "csrc"})
-    target = cache_dir / f"{source.stem}-{_cache_key(source, includes, compiler)}.so"
+    stem = f"{source.stem}-{_code_key(includes)}"
+    foreign: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
-            if not _is_intact(target):
-                _build(compiler, source, includes, target)
-    except OSError as error:
-        raise NativeUnavailable(f"cannot write the kernel cache {cache_dir}: {error}") from error
+        library = _built(source, includes, cache_dir, stem)
+    except NativeUnavailable as error:
+        foreign = next((one for one in sorted(cache_dir.glob(f"{stem}-*.so")) if _is_intact(one)), None)
+        if foreign is None:
+            raise
+        library = foreign
+        logger.info("%s is taken from the cache as it is, none can be built here: %s", library, error)
     try:
-        return ctypes.CDLL(str(target))
+        return ctypes.CDLL(str(library))
     except OSError as error:
-        raise NativeUnavailable(f"cannot load {target}: {error}") from error
+        if foreign is None:  # or it would be found again, intact, at every start
+            with suppress(OSError):
+                library.unlink()
+        raise NativeUnavailable(f"cannot load {library}: {error}") from error
 
 
 def find_compiler() -> str:
-    """Return the path of a C++ compiler: `$CXX`, or the first of g++, c++, clang++.
+    """Return the path of a C++ compiler: `$CXX`, or the first of g++ and c++.
 
     Raises:
-        NativeUnavailable: there is none.
+        NativeUnavailable: there is none, or only clang, which calls an OpenMP runtime of its own (libomp):
+            what it builds cannot be loaded beside PyTorch's libgomp.
     """
     wanted = os.environ.get("CXX")
+    clang: str | None = None
     for name in (wanted,) if wanted else _COMPILERS:
         path = shutil.which(name)
-        if path is not None:
+        if path is None:
+            continue
+        if _openmp_library() is None or "clang" not in _version_of(path):
             return path
+        clang = path
+    if clang is not None:
+        raise NativeUnavailable(f"{clang} is clang, whose OpenMP is not PyTorch's (libgomp); install g++")
     raise NativeUnavailable(
         f"no C++ compiler found (CXX={wanted})"
         if wanted
@@ -122,10 +136,22 @@ def source_digest(folders: Sequence[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_key(source: Path, includes: Sequence[Path], compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = (source_digest(includes), " ".join(_FLAGS), version, cpu_capability(), str(_openmp_library()))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+def _code_key(includes: Sequence[Path]) -> str:
+    parts = (source_digest(includes), " ".join(_FLAGS), cpu_capability(), str(_openmp_library()))
+    return _digest_of("\n".join(parts).encode())
+
+
+@functools.cache
+def _version_of(compiler: str) -> str:
+    try:
+        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""  # its build says why
+    return done.stdout
+
+
+def _digest_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _openmp_library() -> Path | None:
@@ -134,6 +160,26 @@ def _openmp_library() -> Path | None:
     """
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
+
+
+def _built(source: Path, includes: Sequence[Path], cache_dir: Path, stem: str) -> Path:
+    """Return the library of this machine's compiler, which is built only where none is there whole.
+
+    Raises:
+        NativeUnavailable: it is not there, and cannot be built.
+    """
+    compiler = find_compiler()
+    target = cache_dir / f"{stem}-{_digest_of(_version_of(compiler).encode())}.so"
+    if _is_intact(target):
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if not _is_intact(target):
+                _build(compiler, source, includes, target)
+    except OSError as error:
+        raise NativeUnavailable(f"cannot write the kernel cache {cache_dir}: {error}") from error
+    return target
 
 
 def _build(compiler: str, source: Path, includes: Sequence[Path], target: Path) -> None:
@@ -155,6 +201,8 @@ def _run(command: Sequence[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} did not finish within {_BUILD_TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
         raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
 
@@ -163,8 +211,8 @@ def _is_intact(library: Path) -> bool:
     try:
         expected = library.with_suffix(".sha256").read_text(encoding="ascii", errors="replace")
         return hashlib.sha256(library.read_bytes()).hexdigest() == expected
-    except FileNotFoundError:
-        return False
+    except OSError:
+        return False  # not there, or not to be read
 
 
 @contextmanager

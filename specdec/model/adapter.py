@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import CheckpointError, ConfigError
-from specdec.model.checkpoint import Checkpoint, checked_header, open_checkpoint, revision_of
+from specdec.model.checkpoint import READABLE_DTYPES, Checkpoint, checked_header, open_checkpoint, revision_of
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -179,9 +179,11 @@ def _pairs(file: Path, rank: int) -> dict[str, LowRankPair]:
 
 def _check_shapes(checkpoint: Checkpoint, adapter: Adapter) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
     for header in checkpoint.headers:
-        entries = json.loads(header).items()
-        shapes |= {name: tuple(entry["shape"]) for name, entry in entries if name != "__metadata__"}
+        entries = [(name, entry) for name, entry in json.loads(header).items() if name != "__metadata__"]
+        shapes |= {name: tuple(entry["shape"]) for name, entry in entries}
+        dtypes |= {name: entry["dtype"] for name, entry in entries}
     for name, pair in adapter.pairs.items():
         added = (pair.up.shape[0], pair.down.shape[1])
         there = shapes.get(f"{name}.weight")
@@ -192,4 +194,9 @@ def _check_shapes(checkpoint: Checkpoint, adapter: Adapter) -> None:
         if there != added:
             raise CheckpointError(
                 f"{adapter.path} adds {added} to {name}.weight, which is {there} in {checkpoint.path}"
+            )
+        if dtypes[f"{name}.weight"] not in READABLE_DTYPES:
+            raise CheckpointError(
+                f"{adapter.path} adds to {name}.weight, which {checkpoint.path} has quantised "
+                f"({dtypes[f'{name}.weight']}); merge it into the unquantised model"
             )

@@ -19,10 +19,13 @@ from specdec.core.errors import CheckpointError
 CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_ADAPTER_FILE = "adapter_config.json"
 _FULL_HASH_LIMIT_BYTES = 2 << 30
 _CHUNK_BYTES = 8 << 20
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
+READABLE_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+"""Of weights, in the words of safetensors; all others are codes of numbers."""
 
 
 class LoadProgress(Protocol):
@@ -68,7 +71,7 @@ def open_folder(path: str | Path) -> ModelFolder:
         raise CheckpointError(
             f"model folder {folder} {what}; `model` must be a local Hugging Face model folder"
         )
-    return ModelFolder(path=folder, config=_read_json(folder / CONFIG_FILE))
+    return ModelFolder(path=folder, config=read_json(folder / CONFIG_FILE))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -121,9 +124,15 @@ def revision_of(checkpoint: Checkpoint, progress: LoadProgress | None = None) ->
     return digest.hexdigest()
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model folder.
+
+    Raises:
+        CheckpointError: it is missing, or holds something else.
+    """
     if not file.is_file():
-        raise CheckpointError(f"{file.parent} has no {file.name}: it is not a Hugging Face model folder")
+        what = _adapter_hint(file.parent) or "it is not a Hugging Face model folder"
+        raise CheckpointError(f"{file.parent} has no {file.name}: {what}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -138,10 +147,8 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         yield folder / _WEIGHTS_FILE
         return
     if not (folder / _INDEX_FILE).is_file():
-        others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(pattern))
-        hint = f"; {others[0]} is of a format that is not read, convert it to safetensors" if others else ""
-        raise CheckpointError(f"{folder} has no weights ({_WEIGHTS_FILE} or {_INDEX_FILE}){hint}")
-    weight_map = _read_json(folder / _INDEX_FILE).get("weight_map")
+        raise CheckpointError(_weights_lack(folder))
+    weight_map = read_json(folder / _INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / _INDEX_FILE} has no weight_map")
     if not all(isinstance(name, str) for name in weight_map.values()):
@@ -150,6 +157,27 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} lacks the weight file {name} that {_INDEX_FILE} names")
         yield folder / name
+
+
+def _weights_lack(folder: Path) -> str:
+    """Say what is there where weights should be."""
+    shards = sorted(file.name for file in folder.glob("*.safetensors"))
+    adapter = _adapter_hint(folder)
+    if shards and adapter is None:
+        more = f" and {len(shards) - 1} more files like it" if len(shards) > 1 else ""
+        return (
+            f"{folder} has {shards[0]}{more}, but neither {_WEIGHTS_FILE} nor {_INDEX_FILE}, which says in "
+            "which file a tensor is"
+        )
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(pattern))
+    hint = f"; {others[0]} is of a format that is not read, convert it to safetensors" if others else ""
+    return f"{folder} has no weights ({_WEIGHTS_FILE} or {_INDEX_FILE}){f': {adapter}' if adapter else hint}"
+
+
+def _adapter_hint(folder: Path) -> str | None:
+    if not (folder / _ADAPTER_FILE).is_file():
+        return None
+    return f"it is an adapter ({_ADAPTER_FILE}), merge it into its base model first (drafthouse merge)"
 
 
 def checked_header(file: Path) -> bytes:

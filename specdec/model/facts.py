@@ -140,10 +140,12 @@ def resolve_dtype(config: ModelConfig, checkpoint: Checkpoint, hf_config: Pretra
     if dtype is None:
         dtype = _dtype_of_weights(checkpoint)
     if dtype not in _DTYPES.values():
-        raise CheckpointError(
-            f"{checkpoint.path}: the checkpoint's dtype {dtype} is not supported; "
+        advice = (
             f"set dtype to one of {', '.join(_DTYPES)}"
+            if dtype in (None, torch.float64, "F64")
+            else "weights that are stored quantised cannot be read"
         )
+        raise CheckpointError(f"{checkpoint.path}: the checkpoint's dtype {dtype} is not supported; {advice}")
     return dtype  # type: ignore[no-any-return]
 
 

@@ -125,8 +125,10 @@ def _normalised(graph: _Graph, normed: Elementwise) -> tuple[Ref, float, list[Op
         if root is None or shifted is None or len(shifted.inputs) != 1:
             continue
         mean = graph.only_writer(shifted.inputs[0])
-        square = graph.elementwise(mean.inputs[0], SQUARE) if isinstance(mean, Mean) else None
-        if mean is None or square is None or square.inputs[0] != x or x.dims[-1][1] != 1:
+        if not isinstance(mean, Mean) or mean.is_sum:
+            continue
+        square = graph.elementwise(mean.inputs[0], SQUARE)
+        if square is None or square.inputs[0] != x or x.dims[-1][1] != 1:
             continue
         steps: list[Operation] = [square, mean, shifted, root]
         widened = graph.writers.get(x.value, [])

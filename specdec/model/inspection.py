@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ TESTED_MODEL_TYPES = frozenset(
 
 _NUM_TOKENS = 24
 _CHUNKS = (0, 11, 12, 13, _NUM_TOKENS)
+_SHORT_WINDOW = 5
 _BLOCK_SIZE = 4
 _LARGEST_INVARIANT_HEAD = 256
 """Of the attention kernels in C++ and Triton alike."""
@@ -94,13 +95,12 @@ def inspect_forward(
         CheckpointError: its layers ask for attention that is not supported, or (model types that no test
             covers) its paged forward is not the function that its own attention computes.
     """
+    error = window_error = 0.0
     try:
         facts = _probe(model, stage, invariant)
-        error = (
-            0.0
-            if model.config.model_type in TESTED_MODEL_TYPES
-            else paged_forward_error(model, facts.layers, stage)
-        )
+        if model.config.model_type not in TESTED_MODEL_TYPES:
+            error = paged_forward_error(model, facts.layers, stage)
+            window_error = masked_window_error(model, facts.layers, stage)
     except UnsupportedAttention as failure:
         raise _refusal(model, path, str(failure)) from failure
     except UnsupportedInvariance as failure:
@@ -114,6 +114,14 @@ def inspect_forward(
                 model,
                 path,
                 f"over a paged cache its logits differ from its own attention's by {error:.2g} of their "
+                "spread",
+            )
+        if not window_error <= _LARGEST_ERROR[model.dtype]:
+            raise _refusal(
+                model,
+                path,
+                "its sliding window shows in the mask of its attention alone, not in what its layers ask "
+                f"for: with a short one its logits over a paged cache differ by {window_error:.2g} of their "
                 "spread",
             )
     return facts
@@ -196,21 +204,60 @@ def paged_forward_error(
     implementation is switched to eager and back. All stages of a model call it at the same time; only the
     last one, which has logits, can tell, and the others return 0.
     """
-    vocab_size = int(model.config.get_text_config().vocab_size)
-    token_ids = [(7919 * (index + 1)) % vocab_size for index in range(_NUM_TOKENS)]
-    # Any: transformers types its forward and this switch too narrowly.
-    hf_model: Any = model
     with torch.inference_mode():
-        hf_model.set_attn_implementation("eager")
+        own, paged = _own_rows(model, stage), _paged_rows(model, layers, stage)
+    return 0.0 if stage is not None and not stage.is_last else _distance(paged, own)
+
+
+def masked_window_error(
+    model: PreTrainedModel, layers: Sequence[LayerAttention], stage: Stage | None = None
+) -> float:
+    """Return what `paged_forward_error` would be over more tokens than the sliding window is long.
+
+    A model may have it in its mask alone, and its layers not ask for it. That shows beyond the window only,
+    which is mostly thousands of tokens: a shorter one is put into the model's configuration for a moment.
+    Where that changes nothing, because the key has no effect, or there is none, the result is 0.
+    """
+    text_config: Any = model.config.get_text_config()
+    window = getattr(text_config, "sliding_window", None)
+    if not isinstance(window, int) or window < _NUM_TOKENS:
+        return 0.0
+    shorter = [
+        replace(layer, sliding_window=_SHORT_WINDOW) if layer.sliding_window == window else layer
+        for layer in layers
+    ]
+    with torch.inference_mode():
+        unchanged = _own_rows(model, stage)
+        text_config.sliding_window = _SHORT_WINDOW
         try:
-            own = _rows(hf_model, stage, token_ids)
+            own = _own_rows(model, stage)
         finally:
-            hf_model.set_attn_implementation(ATTENTION_NAME)
-        paged = _paged_rows(hf_model, layers, stage, token_ids)
+            text_config.sliding_window = window
+        paged = _paged_rows(model, shorter, stage)
     if stage is not None and not stage.is_last:
         return 0.0
-    spread = (own - own.mean(-1, keepdim=True)).norm()
-    return float((paged - own).norm() / spread)
+    return 0.0 if torch.equal(own, unchanged) else _distance(paged, own)
+
+
+def _distance(rows: torch.Tensor, others: torch.Tensor) -> float:
+    spread = (others - others.mean(-1, keepdim=True)).norm()
+    return float((rows - others).norm() / spread)
+
+
+def _token_ids(model: PreTrainedModel) -> list[int]:
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    return [(7919 * (index + 1)) % vocab_size for index in range(_NUM_TOKENS)]
+
+
+def _own_rows(model: PreTrainedModel, stage: Stage | None) -> torch.Tensor:
+    """`_rows` of the model's own attention."""
+    # Any: transformers types this switch too narrowly.
+    hf_model: Any = model
+    hf_model.set_attn_implementation("eager")
+    try:
+        return _rows(hf_model, stage, _token_ids(model))
+    finally:
+        hf_model.set_attn_implementation(ATTENTION_NAME)
 
 
 def _rows(model: Any, stage: Stage | None, token_ids: list[int], **arguments: Any) -> torch.Tensor:
@@ -226,7 +273,7 @@ def _rows(model: Any, stage: Stage | None, token_ids: list[int], **arguments: An
 
 
 def _paged_rows(
-    model: Any, layers: Sequence[LayerAttention], stage: Stage | None, token_ids: list[int]
+    model: PreTrainedModel, layers: Sequence[LayerAttention], stage: Stage | None
 ) -> torch.Tensor:
     """`_rows` of a chunked prefill over blocks in falling order."""
     num_blocks = _NUM_TOKENS // _BLOCK_SIZE
@@ -237,7 +284,7 @@ def _paged_rows(
         dtype=model.dtype,
         device=model.device,
     )
-    backend, rows = SdpaAttention(), []
+    backend, rows, token_ids = SdpaAttention(), [], _token_ids(model)
     for low, high in pairwise(_CHUNKS):
         chunk = _Chunk(token_ids[low:high], low, range(num_blocks, 0, -1))
         metadata = build_metadata([chunk], block_size=_BLOCK_SIZE, device=model.device)

@@ -58,6 +58,7 @@ from specdec.model.quantization import (
 )
 from specdec.model.quantized_loading import read_quantized
 from specdec.model.rotary import RotaryRule
+from specdec.model.stored_shapes import check_stored_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ def load_model(
         hf_config, max_model_len = on_paper.config, on_paper.max_model_len
         rotary, stages = on_paper.rotary, on_paper.stages
         checkpoint = open_checkpoint(config.model)
+        check_stored_dtypes(checkpoint, on_paper.model)
         _check_size(checkpoint, on_paper.num_parameters)
         dtype = resolve_dtype(config, checkpoint, hf_config)
         device = resolve_device(config.device) if ranks is None else ranks.device

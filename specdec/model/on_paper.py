@@ -21,6 +21,7 @@ from specdec.model.checkpoint import (
     ModelFolder,
     foreign_files,
     open_folder,
+    read_json,
 )
 from specdec.model.config import ModelConfig
 from specdec.model.facts import has_own_code, head_dims_of, load_config, model_class_of, resolve_max_model_len
@@ -113,6 +114,7 @@ def _refuse_unsupported(folder: ModelFolder, hf_config: PretrainedConfig, config
         raise CheckpointError(
             f"{folder.path}: a model with code of its own cannot be served with {name} {size}"
         )
+    _refuse_stored_form(folder)
     if brings_code:
         return  # its class is only known once loaded; the attention probe has the last word
     if type(hf_config) not in _AUTO_MODEL._model_mapping:
@@ -122,6 +124,20 @@ def _refuse_unsupported(folder: ModelFolder, hf_config: PretrainedConfig, config
     reason = unsupported_reason(hf_config, model_class_of(hf_config))
     if reason is not None:
         raise CheckpointError(f"{folder.path}: model type {hf_config.model_type} cannot be served: {reason}")
+
+
+def _refuse_stored_form(folder: ModelFolder) -> None:
+    """Raise CheckpointError for what ModelOpt has quantised, which config.json need not say."""
+    file = folder.path / "hf_quant_config.json"
+    if not file.is_file():
+        return
+    stored_form = read_json(file).get("quantization")
+    algorithm = stored_form.get("quant_algo") if isinstance(stored_form, dict) else None
+    if algorithm is not None:  # it may be about the K/V cache alone
+        raise CheckpointError(
+            f"{folder.path}: its weights are stored quantised ({file.name}, quant_algo {algorithm}), which "
+            "is not supported yet; the unquantised model can be served with quantization: int8 or int4"
+        )
 
 
 def _refuse_attention(folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig) -> None:

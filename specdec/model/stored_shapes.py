@@ -1,15 +1,19 @@
 """Whether a checkpoint has what its config.json describes, told from the headers of its files alone.
 
-For whoever is about to replace a model that serves by this one: loading would tell the same, but later.
+For whoever is about to replace a model that serves by this one: loading would tell the same, but later. What
+its tensors are stored as, loading would not tell at all, and asks here.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from specdec.core.errors import CheckpointError
-from specdec.model.checkpoint import open_checkpoint
+from specdec.model.checkpoint import READABLE_DTYPES, Checkpoint, foreign_files, open_checkpoint
 from specdec.model.config import ModelConfig
 from specdec.model.on_paper import check_servable
 from specdec.model.stored_tensors import named_tensors
@@ -23,7 +27,8 @@ def check_stored_shapes(config: ModelConfig) -> None:
     what can be loaded passes.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or the model cannot be served; names it.
+        CheckpointError: a tensor is missing, quantised or has another shape, or the model cannot be served;
+            names it.
         ConfigError: the model is divided, or as long, as it cannot be.
     """
     if config.trust_remote_code:
@@ -32,6 +37,7 @@ def check_stored_shapes(config: ModelConfig) -> None:
     config = config.model_copy(update={"attention_backend": "auto", "quantization": None})
     model: Any = check_servable(config).model
     checkpoint = open_checkpoint(config.model)
+    check_stored_dtypes(checkpoint, model)
     needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     found: set[str] = set()
     for stored in named_tensors(model, needed, checkpoint.weight_files):
@@ -55,3 +61,39 @@ def check_stored_shapes(config: ModelConfig) -> None:
         raise CheckpointError(
             f"{checkpoint.path}: the weights lack {len(missing)} tensors of the model, first {missing[0]}"
         )
+
+
+def check_stored_dtypes(checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Refuse weights that are codes of numbers (FP8, int8 and smaller), which have their scales beside them.
+
+    Reading them would go well, and take the codes for the numbers. What the model does not use may be stored
+    as anything, and so may buffers that are no numbers with a fraction, such as masks.
+
+    Args:
+        checkpoint: the files; only their headers are looked at.
+        model: made of their config.json, on the meta device.
+
+    Raises:
+        CheckpointError: names the tensor and what it is stored as.
+    """
+    unread = {
+        name: entry.get("dtype")
+        for header in checkpoint.headers
+        for name, entry in json.loads(header).items()
+        if name != "__metadata__" and entry.get("dtype") not in READABLE_DTYPES
+    }
+    if not unread:
+        return
+    needed = model.state_dict()
+    with foreign_files(f"{checkpoint.path}: the weights cannot be loaded"):
+        parameters = {
+            stored.name: needed.get(stored.parameter)
+            for stored in named_tensors(model, needed, checkpoint.weight_files)
+        }
+    for name, dtype in unread.items():
+        parameter = parameters[name]
+        if parameter is not None and parameter.is_floating_point():
+            raise CheckpointError(
+                f"{checkpoint.path}: tensor {name} is stored as {dtype}: weights that are stored quantised "
+                "are not supported yet; the unquantised model can be served with quantization: int8 or int4"
+            )

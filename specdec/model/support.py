@@ -7,6 +7,7 @@ window) attention, and whose other computations depend on a token and its positi
 
 from __future__ import annotations
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapter_reason
@@ -41,12 +42,11 @@ def kind_of(config: PretrainedConfig) -> str:
 def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
-    stored_form = getattr(config, "quantization_config", None)
+    stored_form = _stored_form(config)
     if stored_form is not None:
-        method = stored_form.get("quant_method") if isinstance(stored_form, dict) else None
         return (
-            f"its weights are stored quantised (quantization_config, quant_method {method}), which is not "
-            "supported yet; the unquantised model can be served with quantization: int8 or int4"
+            f"its weights are stored quantised ({stored_form}), which is not supported yet; the unquantised "
+            "model can be served with quantization: int8 or int4"
         )
     if getattr(model_class, "_is_stateful", False):
         return "it keeps state other than K/V (a recurrent or state-space model)"
@@ -54,6 +54,18 @@ def _kind_reason(config: PretrainedConfig, model_class: type[PreTrainedModel]) -
         return adapter_reason(config)
     if not getattr(model_class, "_supports_attention_backend", False):
         return f"{model_class.__name__} does not use the attention interface of transformers"
+    return None
+
+
+def _stored_form(config: PretrainedConfig) -> str | None:
+    """What says that the weights are quantised."""
+    stored_form = getattr(config, "quantization_config", None)
+    if stored_form is not None:
+        method = stored_form.get("quant_method") if isinstance(stored_form, dict) else None
+        return f"quantization_config, quant_method {method}"
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, torch.dtype) and dtype.itemsize == 1:
+        return f"dtype {str(dtype).removeprefix('torch.')}"
     return None
 
 

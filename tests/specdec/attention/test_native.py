@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,17 @@ def load(source: Path, cache_dir: Path) -> ctypes.CDLL:
 
 def built(cache_dir: Path) -> list[Path]:
     return sorted(cache_dir.glob("*.so"))
+
+
+def compiler_that(folder: Path, version: str, command: str = 'exec g++ "$@"') -> str:
+    """A compiler that says it is `version`."""
+    script = folder / f"compiler-{len(list(folder.iterdir()))}"
+    script.write_text(
+        f"#!/bin/sh\nif [ \"$1\" = --version ]; then echo '{version}'; exit; fi\n{command}\n",
+        encoding="ascii",
+    )
+    script.chmod(0o755)
+    return str(script)
 
 
 def test_a_second_start_builds_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,3 +119,106 @@ def test_a_cache_folder_that_cannot_be_written_is_named(source: Path, tmp_path: 
     blocked.write_text("", encoding="ascii")
     with pytest.raises(NativeUnavailable, match=r"cannot write the kernel cache .*file"):
         load(source, blocked / "cache")
+
+
+def test_a_filled_cache_needs_no_compiler(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir = tmp_path / "cache"
+    load(source, cache_dir)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert load(source, cache_dir).answer() == 41
+    source.write_text(SOURCE.format(42), encoding="ascii")
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler found \(CXX=no-such-compiler\)"):
+        load(source, cache_dir)  # that of other sources is none
+
+
+def test_without_a_compiler_what_is_damaged_is_not_loaded(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir, copy = tmp_path / "cache", tmp_path / "copy"
+    load(source, cache_dir)
+    shutil.copytree(cache_dir, copy)
+    (library,) = built(copy)
+    library.write_bytes(library.read_bytes()[:-1])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler found"):
+        load(source, copy)
+    assert built(copy) == [library]
+
+
+def test_a_filled_cache_is_loaded_without_a_lock(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write to any folder, so that permissions would show nothing here."""
+    cache_dir = tmp_path / "cache"
+    load(source, cache_dir)
+    monkeypatch.setattr(native, "_locked", lambda path: pytest.fail("locked"))
+    assert load(source, cache_dir).answer() == 41
+
+
+def test_where_none_can_be_built_another_compilers_library_will_do(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir = tmp_path / "cache"
+    load(source, cache_dir)
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "g++ 99"))
+    assert load(source, cache_dir).answer() == 41
+    assert len(built(cache_dir)) == 2, "another compiler builds its own"
+
+    def read_only(path: Path) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(native, "_locked", read_only)
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "g++ 100"))
+    assert load(source, cache_dir).answer() == 41
+    assert len(built(cache_dir)) == 2
+
+
+def test_clang_is_refused_by_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its OpenMP wants libomp; what it makes could not be loaded beside PyTorch's libgomp."""
+    monkeypatch.setattr(native, "_openmp_library", lambda: Path("libgomp.so.1"))
+    monkeypatch.setenv("CXX", compiler_that(tmp_path, "Debian clang version 14.0.6"))
+    with pytest.raises(NativeUnavailable, match=r"compiler-\d+ is clang, .*libgomp.*; install g\+\+"):
+        load(source, tmp_path / "cache")
+    monkeypatch.setattr(native, "_openmp_library", lambda: None)
+    assert native.find_compiler().startswith(str(tmp_path))
+
+
+def test_what_cannot_be_loaded_is_not_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir = tmp_path / "cache"
+    good = source.read_text(encoding="ascii")
+    source.write_text('extern "C" int nowhere(); int used = nowhere();\n' + good, encoding="ascii")
+    with pytest.raises(NativeUnavailable, match=r"cannot load .*nowhere"):
+        load(source, cache_dir)
+    assert built(cache_dir) == []
+
+
+def test_a_filled_cache_is_kept_where_nothing_could_replace_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_dir = tmp_path / "cache"
+    load(source, cache_dir)
+    (library,) = built(cache_dir)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    def cannot_map(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr("ctypes.CDLL", cannot_map)
+    with pytest.raises(NativeUnavailable, match=r"cannot load .*failed to map"):
+        load(source, cache_dir)
+    assert built(cache_dir) == [library]
+
+
+def test_a_compiler_that_cannot_be_run_says_so(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\x7fELF")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(NativeUnavailable, match=r"broken cannot be run: .*"):
+        load(source, tmp_path / "cache")

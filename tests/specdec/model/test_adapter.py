@@ -123,6 +123,14 @@ def test_tensors_that_are_refused(
         merge_adapter(base, adapter, tmp_path / "out")
 
 
+def test_what_is_quantised_is_nothing_to_add_to(base: Path, adapter: Path, tmp_path: Path) -> None:
+    file = base / "model-1.safetensors"
+    save_file({name: one.to(torch.float8_e4m3fn) for name, one in load_file(file).items()}, file)
+    change(adapter, drafthouse_base_revision=...)
+    with pytest.raises(CheckpointError, match=r"has quantised \(F8_E4M3\); merge it into the unquantised"):
+        merge_adapter(base, adapter, tmp_path / "out")
+
+
 def test_files_that_are_missing_or_in_the_way(base: Path, adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--out .* holds something"):
         merge_adapter(base, adapter, base)

@@ -19,8 +19,8 @@ from specdec.attention.hf import ATTENTION_NAME, AttentionProbe
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.model.checkpoint import open_checkpoint, revision_of
 from specdec.model.config import ModelConfig
-from specdec.model.facts import head_dims_of
-from specdec.model.inspection import TESTED_MODEL_TYPES, paged_forward_error
+from specdec.model.facts import head_dims_of, read_facts
+from specdec.model.inspection import TESTED_MODEL_TYPES, masked_window_error, paged_forward_error
 from specdec.model.loader import load_model
 from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
 
@@ -205,6 +205,22 @@ def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def lose_the_index(folder: Path) -> None:
+    for number in (1, 2):
+        shutil.copy(folder / WEIGHTS, folder / f"model-0000{number}-of-00002.safetensors")
+    (folder / WEIGHTS).unlink()
+
+
+def adapter(*, with_config: bool) -> Callable[[Path], None]:
+    def leave(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text("{}")
+        if not with_config:
+            (folder / "config.json").unlink()
+
+    return leave
+
+
 def index_without_names(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": None}}))
@@ -230,6 +246,13 @@ def generation_config(content: str) -> Callable[[Path], None]:
     [
         (remove("config.json"), r"has no config\.json"),
         (remove(WEIGHTS), r"has no weights \(model\.safetensors or"),
+        (
+            lose_the_index,
+            r"has model-00001-of-00002\.safetensors and 1 more .*neither model\.safetensors nor "
+            r"model\.safetensors\.index\.json",
+        ),
+        (adapter(with_config=False), r"has no config\.json: it is an adapter .*merge it into its base model"),
+        (adapter(with_config=True), r"has no weights .*it is an adapter \(adapter_config\.json\)"),
         (rename_to_bin, r"pytorch_model\.bin is of a format that is not read"),
         (lose_a_shard, r"lacks the weight file model-00002-of-00002\.safetensors"),
         (index_without_names, r"weight_map must give a file name"),
@@ -278,6 +301,7 @@ def test_a_missing_folder(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"dtype": "float8_e4m3fn"}, r"stored quantised \(dtype float8_e4m3fn\)"),
     ],
 )
 def test_unsupported_kinds_of_llama_are_refused_before_weights_are_read(
@@ -287,6 +311,28 @@ def test_unsupported_kinds_of_llama_are_refused_before_weights_are_read(
     edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=f"model type llama cannot be served: .*{message}"):
         load(folder)
+
+
+def test_what_modelopt_has_quantised_is_refused_before_weights_are_looked_at(folder: Path) -> None:
+    file = folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
+    load(folder)
+    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"stored quantised \(hf_quant_config\.json, quant_algo NVFP4\)"
+    ):
+        load(folder)
+
+
+def test_a_dtype_of_codes_is_no_reason_to_set_another(folder: Path) -> None:
+    edit_config(folder, dtype=None)
+    codes = {name: one.to(torch.float8_e4m3fn) for name, one in load_file(folder / WEIGHTS).items()}
+    save_file(codes, folder / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"dtype F8_E4M3 is not supported; weights .* quantised cannot be"
+    ):
+        read_facts(ModelConfig(model=str(folder)))
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -388,6 +434,62 @@ def test_one_that_differs_from_its_own_attention_is_refused(
     save_untested(folder)
     with pytest.raises(CheckpointError, match=r"olmo cannot be served: .*logits differ from its own"):
         load(folder, dtype=dtype)
+
+
+def save_windowed(folder: Path, window: int, **settings: Any) -> None:
+    """A PhiMoE, whose window is in its mask and in nothing that its layers ask for."""
+    torch.manual_seed(5)
+    config = transformers.PhimoeConfig(
+        **SMALL,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        sliding_window=window,
+        **settings,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    model.save_pretrained(folder)
+
+
+def test_a_window_that_is_in_the_mask_alone_is_kept_to(folder: Path) -> None:
+    save_windowed(folder, 8)
+    loaded = load(folder)
+    assert [layer.sliding_window for layer in loaded.layers] == [8, 8]
+    # 24 tokens, three times the window, against transformers' own forward.
+    assert paged_forward_error(loaded.model, loaded.layers) < 1e-5
+    without = [replace(layer, sliding_window=None) for layer in loaded.layers]
+    assert paged_forward_error(loaded.model, without) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [8, 40])
+def test_one_whose_window_nobody_tells_of_is_refused(
+    folder: Path, window: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longer window does not show in the tokens of the comparison."""
+    save_windowed(folder, window)
+    assert [layer.sliding_window for layer in load(folder, dtype=dtype).layers] == [window, window]
+    monkeypatch.setattr("specdec.attention.hf._WINDOW_IN_MASK_ALONE", frozenset())
+    message = (
+        "logits differ from its own" if window == 8 else "window shows in the mask of its attention alone"
+    )
+    with pytest.raises(CheckpointError, match=f"phimoe cannot be served: .*{message}"):
+        load(folder, dtype=dtype)
+
+
+def test_a_window_without_effect_is_no_reason(folder: Path) -> None:
+    save_untested(folder)
+    edit_config(folder, sliding_window=40)
+    loaded = load(folder)
+    assert loaded.model.config.sliding_window == 40
+    assert masked_window_error(loaded.model, loaded.layers) == 0.0
+    assert loaded.model.config.sliding_window == 40
+    assert loaded.model.config._attn_implementation == ATTENTION_NAME
 
 
 # ------------------------------------------------------------------------------------------- settings

@@ -276,7 +276,10 @@ def test_what_only_looks_like_a_norm_is_not_fused() -> None:
         other = x + 1.0
         return weight * (x * torch.rsqrt(other.pow(2).mean(-1, keepdim=True) + 1e-5))
 
-    for body in (used_twice, of_another):
+    def of_a_sum(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return weight * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5))
+
+    for body in (used_twice, of_another, of_a_sum):
         assert check(body).count(Norm) == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import CheckpointError
@@ -56,3 +57,91 @@ def test_tied_weights_may_be_stored_once(tmp_path: Path) -> None:
     change(tmp_path, "embed_tokens", drop=True)
     with pytest.raises(CheckpointError, match="lack 2 tensors of the model, first lm_head"):
         check_stored_shapes(ModelConfig(model=str(tmp_path)))
+
+
+# ---------------------------------------------------------------------------- what tensors are stored as
+
+CODES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8, "U8": torch.uint8}
+
+
+def store_codes(folder: Path, name_part: str, dtype: torch.dtype) -> str:
+    """Store tensors as codes, with scales beside them and nothing in config.json; return the first's name."""
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    names = [name for name in sorted(weights) if name_part in name]
+    for name in names:
+        weights[name] = weights[name].to(dtype)
+        weights[f"{name}_scale"] = torch.ones(1)
+    save_file(weights, file, metadata={"format": "pt"})
+    return names[0]
+
+
+@pytest.mark.parametrize("stored", CODES)
+@pytest.mark.parametrize(
+    ("architecture", "part"),
+    [
+        ("llama", "up_proj"),
+        ("llama_tied", "embed_tokens"),
+        ("gpt2", "mlp.c_proj.weight"),
+        ("mixtral", "experts.1"),
+    ],
+)
+def test_codes_are_not_taken_for_weights(
+    architecture: str, part: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path, architecture)
+    name = store_codes(tmp_path, part, CODES[stored])
+    monkeypatch.setattr("specdec.model.loader.revision_of", None)  # before weights are read
+    config = ModelConfig(model=str(tmp_path), device="cpu")
+    for refuses in (load_model, check_stored_shapes):
+        with pytest.raises(
+            CheckpointError, match=f"tensor {name} is stored as {stored}: .*quantised"
+        ) as caught:
+            refuses(config)
+        assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_codes_are_not_quantized_again(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path)
+    store_codes(tmp_path, "up_proj", torch.float8_e4m3fn)
+    monkeypatch.setattr("specdec.model.loader.require_torchao", lambda name: None)
+    monkeypatch.setattr("specdec.model.loader.read_quantized", None)
+    config = ModelConfig.model_validate({"model": str(tmp_path), "dtype": dtype, "quantization": "int8"})
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is stored as F8_E4M3"):
+        load_model(config)
+
+
+@pytest.mark.parametrize("stored", [torch.float64, torch.float16, torch.bfloat16])
+def test_numbers_of_any_width_are_weights(tmp_path: Path, stored: torch.dtype) -> None:
+    save_model(tmp_path)
+    store_codes(tmp_path, "proj", stored)
+    check_stored_shapes(ModelConfig(model=str(tmp_path)))
+    assert load_model(ModelConfig(model=str(tmp_path), device="cpu")).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "tensor"),
+    [
+        ("gpt2", "transformer.h.0.attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+        ("gpt2", "h.0.attn.bias", torch.ones(1, 1, 8, 8, dtype=torch.uint8)),
+        ("gpt_neox", "gpt_neox.layers.0.attention.bias", torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+        ("llama", "model.layers.3.mtp.weight", torch.ones(4, 4).to(torch.float8_e4m3fn)),
+    ],
+)
+def test_masks_and_what_the_model_does_not_use_are_stored_as_anything(
+    architecture: str, name: str, tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    save_model(tmp_path, architecture)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
+    check_stored_shapes(ModelConfig(model=str(tmp_path)))
+    load_model(ModelConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_a_dtype_that_nobody_knows_is_a_fault_of_the_folder(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F99"', 1))
+    with pytest.raises(CheckpointError, match=r"the weights cannot be loaded: .*F99"):
+        load_model(ModelConfig(model=str(tmp_path), dtype="float32"))

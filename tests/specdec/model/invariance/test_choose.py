@@ -66,7 +66,7 @@ def test_other_devices(folder: Path) -> None:
 
 
 @pytest.fixture
-def _no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load_library.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     yield
@@ -74,11 +74,11 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 
 @pytest.mark.usefixtures("_reads_nothing", "_no_compiler")
-def test_no_compiler(folder: Path) -> None:
+def test_no_compiler(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ResourceError, match=r"batch_invariant needs the C\+\+ kernels.*install a C\+\+ compiler"
     ):
-        load_model(config(folder))
+        load_model(config(folder, compile={"cache_dir": str(tmp_path)}))
 
 
 @pytest.mark.usefixtures("_reads_nothing")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import CheckpointError, ConfigError, TransportError
 from specdec.kv.config import CacheConfig
@@ -118,6 +119,18 @@ def test_a_rank_reads_only_its_part(rank_pool: Pools, tmp_path: Path, architectu
     for count, held in rank_pool(4).run(read_bytes, tmp_path, 4):
         assert count == held
         assert held < 0.4 * whole
+
+
+def test_codes_are_not_taken_for_weights(rank_pool: Pools, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for failure in rank_pool(2).attempt(logits, tmp_path, 2):
+        assert isinstance(failure, Failure)
+        assert isinstance(failure.error, CheckpointError)
+        assert f"tensor {name} is stored as F8_E4M3" in failure.text
 
 
 def test_a_checkpoint_in_several_files(rank_pool: Pools, tmp_path: Path) -> None:

@@ -396,6 +396,28 @@ def test_an_unknown_model_that_is_right_is_taken(rank_pool: Pools, folder_of: Ca
     assert rank_pool(4).run(load_unknown, folder_of("gemma2")) == [VOCAB_SIZE] * 4
 
 
+def load_without_its_window(group: RankGroup, folder: Path) -> Any:
+    """As if PhiMoE were a type of which nobody knew where its window is."""
+    from specdec.attention import hf
+
+    told, hf._WINDOW_IN_MASK_ALONE = hf._WINDOW_IN_MASK_ALONE, frozenset()
+    try:
+        return load_model(model_config(folder, group.size), None, group)
+    finally:
+        hf._WINDOW_IN_MASK_ALONE = told
+
+
+def test_a_window_that_is_in_the_mask_alone(rank_pool: Pools, tmp_path: Path) -> None:
+    window = transformers.PhimoeConfig(
+        **{**SMALL, "intermediate_size": 64}, num_local_experts=4, sliding_window=40
+    )
+    folder = save(tmp_path, window)
+    assert rank_pool(2).run(load_unknown, folder) == [SMALL["vocab_size"]] * 2
+    for failure in rank_pool(2).attempt(load_without_its_window, folder):
+        assert isinstance(failure.error, CheckpointError)
+        assert "window shows in the mask of its attention alone" in failure.text
+
+
 # --------------------------------------------------------------------------------------- bookkeeping
 
 
