@@ -18,7 +18,8 @@ class RowsBeside(msgspec.Struct, frozen=True, array_like=True):
     parents: tuple[int, ...]
     """Row before each, -1: the last committed token. Parents precede their children."""
     num_answered: int
-    """At the last so many, what the token function chooses is wanted, at the noise of their positions."""
+    """At the last so many, what the token function chooses is wanted, at the noise of their positions: of the
+    stream that the verification rule lets drafts be drawn with."""
 
     @property
     def num_rows(self) -> int:

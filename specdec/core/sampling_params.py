@@ -14,6 +14,8 @@ LogprobsMode = Literal["raw", "processed"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+"""Longest stop string."""
 MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 1024
 """Token ids that one request may bias."""
@@ -36,6 +38,18 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     Lark's notation or GBNF."""
     param: str = "grammar"
     """Name of the field that the client gave it in."""
+
+    def check_length(self, max_bytes: int) -> None:
+        """Check that the text has `max_bytes` of UTF-8 at most.
+
+        Raises:
+            InputError: it is longer; names the field.
+        """
+        num_bytes = len(self.text.encode())
+        if num_bytes > max_bytes:
+            raise InputError(
+                f"{self.param} has {num_bytes} bytes, at most {max_bytes} are allowed", param=self.param
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -92,7 +106,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     """Number of most likely tokens to report per position beside the chosen one; None reports nothing."""
     logprobs_mode: LogprobsMode = "raw"
-    """raw: log-softmax of the unmodified logits; processed: after the sampling transforms."""
+    """raw: log-softmax of the unmodified logits; processed: after the sampling transforms, and not together
+    with `logprobs` and more than `n` choices to choose from (`best_of`)."""
     prompt_logprobs: int | None = None
     """Number of most likely tokens to report per position of the prompt beside its own, always raw; None:
     nothing is reported. With it `max_tokens` may be 0, and nothing is generated."""
@@ -158,6 +173,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             modes = " or ".join(get_args(LogprobsMode))
             raise InputError(
                 f"logprobs_mode must be {modes}, got {self.logprobs_mode!r}", param="logprobs_mode"
+            )
+        if self.num_streams > self.n and self.logprobs is not None and self.logprobs_mode != "raw":
+            raise InputError(
+                "logprobs_mode must be raw where best_of is above n and log-probabilities are reported: "
+                f"the best are chosen by raw ones, got {self.logprobs_mode!r}",
+                param="logprobs_mode",
             )
         self._check_stopping()
         self._check_penalties()
@@ -238,6 +259,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if any(not text for text in self.stop):
             raise InputError("stop strings must not be empty", param="stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise InputError(
+                f"each of stop must have at most {MAX_STOP_CHARACTERS} characters, got {longest}",
+                param="stop",
+            )
         for token_id in self.stop_token_ids:
             _require_int("stop_token_ids", token_id, 0, None)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from specdec.core.errors import InputError
 from specdec.core.proposal import MAX_DRAFT_TOKENS, Proposal
+from specdec.sampling.noise import MASK_64
 from specdec.transport.messages import DraftBranch, DraftOpening, ProposeAnswer, ProposeEntry
 
 MAX_PENDING = 64
@@ -37,10 +38,10 @@ def are_token_ids(numbers: Sequence[int]) -> bool:
 
 def _is_valid_opening(opening: DraftOpening) -> bool:
     try:
-        opening.params.checked()
+        opening.params.checked().check_vocabulary(_MAX_TOKEN_ID + 1)
     except InputError:
         return False
-    return 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID
+    return 0 <= opening.num_prompt_tokens <= _MAX_TOKEN_ID and 0 <= opening.seed <= MASK_64
 
 
 def _is_valid_outlook(pending: Sequence[int], fan_out: Sequence[int]) -> bool:

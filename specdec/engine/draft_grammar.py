@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from specdec.core.errors import InputError
+from specdec.core.errors import InputError, RequestFailed
 from specdec.core.sampling_params import Grammar
 from specdec.sampling.grammar import GrammarCompiler, GrammarState
 
@@ -35,6 +35,7 @@ class DraftGrammars:
         self._lock = threading.RLock()
         self._waiting: OrderedDict[str, deque[FollowedGrammar]] = OrderedDict()
         """By owner, in the order of their turns."""
+        self._is_beginning = False
         self._num_compiling: Counter[str] = Counter()
         self.counters: Counter[str] = Counter()
         """grammar_failures: grammars that could not be compiled or followed here."""
@@ -77,6 +78,9 @@ class DraftGrammars:
 
     def _begin_more(self) -> None:
         """Begin what there is a thread for. The lock is held."""
+        if self._is_beginning:
+            return  # by the end of one that could not even begin: the loop below goes on
+        self._is_beginning = True
         while self._waiting and self._num_compiling.total() < self._compiler.num_threads:
             owner = min(self._waiting, key=lambda one: self._num_compiling[one])
             queue = self._waiting[owner]
@@ -88,6 +92,7 @@ class DraftGrammars:
             self._num_compiling[owner] += 1
             followed._compiled = self._compiler.begin(followed.grammar)
             followed._compiled.add_done_callback(partial(self._compiled, owner))
+        self._is_beginning = False
 
     def _compiled(self, owner: str, compiled: Future[GrammarState]) -> None:
         """Go on with the next one; called in a thread of the compiler."""
@@ -149,7 +154,7 @@ class FollowedGrammar:
             compiled, self._compiled = self._compiled, None
             try:
                 self._state = compiled.result()
-            except InputError:
+            except (InputError, RequestFailed):
                 self._grammars._note("it cannot be compiled")
         state = self._state
         if state is None or self._num_followed >= len(self._token_ids):

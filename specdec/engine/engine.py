@@ -336,6 +336,7 @@ class Engine:
             live.stats.expected_first_token_s = expected.first_token_s
         self._metrics.prompt_tokens += live.num_prompt_tokens
         if live.finish is not None:  # a replay whose delivered tokens were all there is
+            self._give_turn_back(live)
             self._count_finish(live.take_output(self._clock.now_s()))
         elif request.params.grammar is not None:
             self._preparation.add(live, request.params.grammar)
@@ -557,10 +558,14 @@ class Engine:
         live = self._roster.remove(request_id) or self._preparation.remove(request_id)
         if live is not None:
             if live.stats.first_scheduled_s is None:
-                self._roster.turns.give_back(live.request.owner, live.num_expected_tokens)
+                self._give_turn_back(live)
             self._rounds.release(request_id)
             self._rounds.read_texts()
             self._count_finish(live.end(finish, self._clock.now_s()))
+
+    def _give_turn_back(self, live: LiveRequest) -> None:
+        """Let the owner of a request that never ran go on as if it had not come."""
+        self._roster.turns.give_back(live.request.owner, live.num_expected_tokens)
 
     def _end_overdue(self) -> None:
         for live in self._deadlines.take_due(self._clock.now_s()):
@@ -574,7 +579,9 @@ class Engine:
             if error is None:
                 self._roster.waiting.push(live)
             else:
-                finish = Finish(reason="error", error=str(error), error_code=INVALID_GRAMMAR)
+                code = INVALID_GRAMMAR if isinstance(error, InputError) else error.code
+                self._give_turn_back(live)
+                finish = Finish(reason="error", error=str(error), error_code=code)
                 self._count_finish(live.end(finish, self._clock.now_s()))
 
     def _count_finish(self, output: RequestOutput) -> None:

@@ -119,6 +119,7 @@ class LocalTarget:
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
         self._judge = Judge(rule) if rule.capabilities.needs_p_rows else None
+        self._draft_stream = rule.capabilities.draft_stream
         self._runner = runner
         self._sampler = sampler
         self._self_drafter: SelfDrafter | None = None
@@ -323,7 +324,9 @@ class LocalTarget:
                 results = _with_scores(results, scores)
             if logits_beside is not None:
                 sequences = [self._sequences[work.request_id].sampling for work in step.works]
-                results = with_answers_beside(results, step.works, sequences, logits_beside, self._sampler)
+                results = with_answers_beside(
+                    results, step.works, sequences, logits_beside, self._sampler, self._draft_stream
+                )
             sample_s = time.perf_counter() - started_s - forward_s
         if self.hidden is not None:
             for work, told in zip(step.works, results, strict=True):
@@ -363,6 +366,8 @@ class LocalTarget:
         sequences = [state.sampling for state in states]
         if self._judge is not None and any(map(self._judge.concerns, works, sequences)):
             return None
+        if self._draft_stream != "target" and any(map(_is_answered_by_chance, works, sequences)):
+            return None  # one call has one noise stream for all rows
         chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
         if chooser is None:
             return None
@@ -538,6 +543,11 @@ def _tell_shaper(shaper: LogitShaper, state: _SequenceState, work: TargetWork) -
     state.token_ids[work.start :] = work.token_ids
     num_committed = work.start + len(work.token_ids) - num_drafted(work)
     shaper.commit(state.token_ids[shaper.num_committed : num_committed])
+
+
+def _is_answered_by_chance(work: TargetWork, sampling: SequenceSampling) -> bool:
+    """Return whether noise has a say at rows beside."""
+    return work.beside is not None and work.beside.num_answered > 0 and not sampling.params.is_greedy
 
 
 def _num_logit_rows(work: TargetWork) -> int:

@@ -101,7 +101,7 @@ def choice_requests(
     """Return one request per choice of a prompt; a seed is minted where none is given."""
     seed = mint_seed() if params.seed is None else params.seed
     if params.num_streams > params.n and params.logprobs is None:
-        params = msgspec.structs.replace(params, logprobs=0)  # to tell which are the best
+        params = msgspec.structs.replace(params, logprobs=0, logprobs_mode="raw")  # to tell the best
     return [
         Request(
             request_id=RequestId(f"{request_id}-{index}"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
-from specdec.core.errors import InputError
+from specdec.core.errors import InputError, RequestFailed
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import Grammar
 from specdec.engine.live_request import LiveRequest
@@ -49,7 +49,7 @@ class Preparation:
         entry.compiled.cancel()
         return entry.live
 
-    def take_ready(self, patience_s: float) -> list[tuple[LiveRequest, InputError | None]]:
+    def take_ready(self, patience_s: float) -> list[tuple[LiveRequest, InputError | RequestFailed | None]]:
         """Take out who is ready, with its grammar, or will never be, with the reason.
 
         Args:
@@ -65,9 +65,9 @@ class Preparation:
         """Compile nothing more."""
         self._compiler.close()
 
-    def _finish(self, entry: _Entry) -> InputError | None:
+    def _finish(self, entry: _Entry) -> InputError | RequestFailed | None:
         try:
             entry.live.grammar = entry.compiled.result()
-        except InputError as error:
+        except (InputError, RequestFailed) as error:
             return error
         return None

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from specdec.core.plan import TargetWork, WorkResult
+from specdec.core.proposal import NoiseStream
 from specdec.engine.work_rows import all_rows
 from specdec.model.batch import NO_TOKEN
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
@@ -65,10 +66,12 @@ def with_answers_beside(
     sequences: Sequence[SequenceSampling],
     logits: torch.Tensor,
     sampler: TokenChooser,
+    stream: NoiseStream,
 ) -> tuple[WorkResult, ...]:
     """Return results that tell the token function's choices at the answered rows, `logits` those of all.
 
-    Penalties and grammars have no say in them.
+    Penalties and grammars have no say in them. `stream` is the one that the rule lets drafts be drawn with:
+    what is said here ends up in drafts, where a rule that draws tokens itself must not meet its own noise.
     """
     specs = [
         _spec(work, sampling, number)
@@ -77,7 +80,7 @@ def with_answers_beside(
     ]
     if not specs:
         return tuple(results)
-    chosen = sampler.sample(logits, SamplingRows.build(specs, logits.device))
+    chosen = sampler.sample(logits, SamplingRows.build(specs, logits.device), stream)
     return with_told_beside(results, works, chosen.token_ids.masked_fill(~chosen.finite, NO_TOKEN).tolist())
 
 

@@ -49,6 +49,7 @@ class TargetServer:
         self._answers: OrderedDict[int, TargetResult] = OrderedDict()
         self._known: set[RequestId] = set()
         self._left_behind: tuple[RequestId, ...] = ()
+        """Sequences of former owners, until the next step releases them."""
         self.counters: Counter[str] = Counter()
         """stale_steps (of somebody who is not the owner any more, or never was), repeated_steps,
         stale_wishes (for hidden states), unexpected_messages (not for a target worker)."""
@@ -91,7 +92,8 @@ class TargetServer:
             self._next_sequence = 0
             self._early.clear()
             self._answers.clear()
-            self._left_behind = tuple(self._known)
+            # Those of the owner before are among them already, if this one has not run a step.
+            self._left_behind += tuple(self._known)
             self._known.clear()
             if self._hidden is not None:
                 self._hidden.forget_all()

@@ -20,6 +20,7 @@ from specdec.core.errors import ChannelClosed, InputError
 from specdec.core.ids import RequestId
 from specdec.core.outputs import TokenLogprobs
 from specdec.core.plan import SlotMove, TargetResult, TargetStep, TargetWork, WorkResult
+from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.judge import Judge
 from specdec.engine.target import TargetDescription
@@ -46,11 +47,18 @@ class ToyModel:
         row: NDArray[np.float64] = self._table[last_token] + self._ripples[mix64(prefix_sum) & 63]
         return row
 
-    def choose(self, logits: NDArray[np.float64], params: SamplingParams, seed: int, position: int) -> int:
-        """Apply the token function (temperature only)."""
+    def choose(
+        self,
+        logits: NDArray[np.float64],
+        params: SamplingParams,
+        seed: int,
+        position: int,
+        stream: NoiseStream = "target",
+    ) -> int:
+        """Apply the token function (temperature only), with noise of a stream."""
         if params.is_greedy:
             return int(logits.argmax())
-        noise = [gumbel(seed, position, token_id, "target") for token_id in range(self.vocab_size)]
+        noise = [gumbel(seed, position, token_id, stream) for token_id in range(self.vocab_size)]
         return int((logits / params.temperature + np.array(noise)).argmax())
 
     def continuation(
@@ -114,6 +122,7 @@ class ToyTarget:
             rule="sample_and_match" if judge is None else judge.rule.capabilities.name,
         )
         self._judge = judge
+        self._draft_stream: NoiseStream = "target" if judge is None else judge.rule.capabilities.draft_stream
         self.num_steps_until_lost: int | None = None
         """Steps answered before the target is lost; None: never."""
         self.failing_requests: set[RequestId] = set()
@@ -192,7 +201,11 @@ class ToyTarget:
                 scores.append(_logprobs(logits, work.scored_token_ids[row], num_listed))
             if row >= first_answered:
                 logits = self.model.logits(token_id, total)
-                answers.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))
+                answers.append(
+                    self.model.choose(
+                        logits, sequence.params, sequence.seed, position + 1, self._draft_stream
+                    )
+                )
             if first_sampled <= row < num_own:
                 logits = self.model.logits(token_id, total)
                 chosen.append(self.model.choose(logits, sequence.params, sequence.seed, position + 1))

@@ -29,7 +29,8 @@ class PrefixTrail:
 
     def __init__(self, salt: str | None = None, variant: int = 0) -> None:
         """Sequences find each other's blocks only if they have the same `salt` and variant of K/V."""
-        self._salt = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+        # Of another function than names: else a salt that spells a block would have that block's name.
+        self._salt = b"" if salt is None else hashlib.blake2s(salt.encode(), person=b"salt").digest()
         self._variant = variant
         self._keys: list[BlockKey] = []
         self.num_offered = 0

@@ -154,6 +154,7 @@ class DraftModelProposer:
                     num_behind=self._num_read_behind(budget),
                 )
             )
+            and self._has_states(drafting)
         ]
         if moves := self._sequences.take_moves():
             self._runner.move_slots(moves)
@@ -240,6 +241,12 @@ class DraftModelProposer:
     def check_integrity(self) -> None:
         """Assert that all blocks held are held by a sequence known here."""
         self._sequences.check_integrity()
+
+    def _has_states(self, drafting: Drafting) -> bool:
+        """Return whether the states of all that is to be read of a sequence are there, if any are needed."""
+        if self._states is None:
+            return True
+        return self._states.reach_back_to(drafting.view.request_id, drafting.state.num_read)
 
     def _num_read_behind(self, budget: int) -> int:
         """Return how many places behind the committed tokens a draft of `budget` tokens takes."""

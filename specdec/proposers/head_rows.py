@@ -131,6 +131,7 @@ class PrefixRows:
                     one, num_draft_tokens.get(one.request_id, 0), in_use, num_behind=0
                 )
             )
+            and self._states.reach_back_to(one.request_id, drafting.state.num_read)
         ]
         chunks = self._sequences.chunks(draftings)
         while pieces := self._sequences.pieces(chunks):

@@ -115,16 +115,25 @@ class PrefixStates:
         self.missing = {}
         readable: list[SequenceView] = []
         for one in sequences:
-            rows = self._rows.get(one.request_id)
-            if rows is None:
+            if one.request_id not in self._rows:
                 continue
-            first = _row_before(first_unread(one))
-            rows.read_from(first)
-            if rows.first_row <= first:
+            start = first_unread(one)
+            self._rows[one.request_id].read_from(_row_before(start))
+            if self.reach_back_to(one.request_id, start):
                 readable.append(one)
-            else:
-                self.missing[one.request_id] = first
         return readable
+
+    def reach_back_to(self, request_id: RequestId, start: int) -> bool:
+        """Return whether a readable sequence can be read from token `start` on; if not, its rows are missing.
+
+        That may be before what `begin` was told: it had to give way to another sequence of its call.
+        """
+        first, rows = _row_before(start), self._rows[request_id]
+        if rows.first_row <= first:
+            return True
+        rows.read_from(first)
+        self.missing[request_id] = first
+        return False
 
     def before(self, request_id: RequestId, start: int, end: int) -> torch.Tensor:
         """Return the rows one before tokens `start` .. `end` - 1; the first token of a sequence has none."""

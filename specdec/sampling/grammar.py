@@ -9,6 +9,7 @@ Compiling happens in threads, after a trial in a process of its own (`grammar_tr
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -16,7 +17,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
-from specdec.core.errors import InputError
+from specdec.core.error_codes import GRAMMAR_NOT_COMPILED
+from specdec.core.errors import InputError, RequestFailed
 from specdec.core.sampling_params import Grammar
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar_library import compile_matcher, load_tokenizer, reason_of, require_library
@@ -26,6 +28,8 @@ from specdec.tree.topology import ROOT
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+logger = logging.getLogger(__name__)
 
 _NUM_KEPT = 64
 """Compiled grammars that are kept for further requests."""
@@ -267,12 +271,7 @@ class GrammarCompiler:
         Raises:
             InputError: the grammar is too long, or grammars are not to be had here.
         """
-        num_bytes = len(grammar.text.encode())
-        if num_bytes > self._config.max_bytes:
-            raise InputError(
-                f"{grammar.param} has {num_bytes} bytes, at most {self._config.max_bytes} are allowed",
-                param=grammar.param,
-            )
+        grammar.check_length(self._config.max_bytes)
         require_library(grammar)
         if not self._eos_token_ids:
             raise InputError(f"{grammar.param} needs a model with an end-of-text token", param=grammar.param)
@@ -280,9 +279,18 @@ class GrammarCompiler:
     def begin(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> Future[GrammarState]:
         """Compile in a thread; the result has gone on by `token_ids` already.
 
-        The future raises InputError: the grammar is malformed, too complex, or allows nothing.
+        The future raises InputError: the grammar is malformed, too complex, or allows nothing; RequestFailed:
+        it could not be tried or compiled, through no fault of its own.
         """
-        return self._threads.submit(self._make, grammar, tuple(token_ids))
+        try:
+            return self._threads.submit(self._make, grammar, tuple(token_ids))
+        except RuntimeError:
+            if self._is_closed:
+                raise
+            logger.error("a grammar was not compiled: no thread could be started")
+            failed: Future[GrammarState] = Future()
+            failed.set_exception(_not_compiled(grammar))
+            return failed
 
     def close(self) -> None:
         """Begin nothing more. Idempotent."""
@@ -294,6 +302,18 @@ class GrammarCompiler:
             trial.close()
 
     def _make(self, grammar: Grammar, token_ids: tuple[int, ...]) -> GrammarState:
+        try:
+            return self._state_behind(grammar, token_ids)
+        except InputError:
+            raise
+        except Exception as error:
+            # The border of a thread: who asks for its result may end one request, and has others to serve.
+            # Only the system's own words are shown: others may repeat what a client has sent.
+            reason = error if isinstance(error, OSError) else type(error).__name__
+            logger.error("a grammar was not compiled: %s", reason)
+            raise _not_compiled(grammar) from error
+
+    def _state_behind(self, grammar: Grammar, token_ids: tuple[int, ...]) -> GrammarState:
         state = GrammarState(
             grammar,
             self._matcher(grammar).deep_copy(),
@@ -359,3 +379,11 @@ class GrammarCompiler:
                 )
                 self._vocabulary = _Vocabulary(tokenizer, setup)
             return self._vocabulary
+
+
+def _not_compiled(grammar: Grammar) -> RequestFailed:
+    return RequestFailed(
+        f"{grammar.param} could not be compiled now, though nothing is known to be wrong with it",
+        code=GRAMMAR_NOT_COMPILED,
+        param=grammar.param,
+    )

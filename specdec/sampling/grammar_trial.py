@@ -75,6 +75,7 @@ class GrammarTrial:
 
         Raises:
             InputError: it is malformed, too complex, or allows nothing.
+            OSError: there is no child, and none can be started; nothing is said of the grammar.
         """
         child = self._child or self._start()
         assert child.stdin is not None
@@ -99,11 +100,15 @@ class GrammarTrial:
             _cause(child)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        child = self._child = subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert child.stdin is not None
-        _send(child.stdin, self._setup)
+        try:
+            _send(child.stdin, self._setup)
+        except BrokenPipeError:
+            raise ChildProcessError(f"grammars cannot be tried: {_cause(child)}") from None
+        self._child = child
         return child
 
 

@@ -43,7 +43,8 @@ class LogitShaper:
         self._bias = np.array([bias for _, bias in params.logit_bias], dtype=np.float32)
         self._stop_ids = sorted(params.stop_ids(eos_token_ids)) if params.min_tokens else []
         self._always_bad = [word[0] for word in params.bad_words if len(word) == 1]
-        self._bad_sequences = [word for word in params.bad_words if len(word) > 1]
+        # Lists are taken too, and equal no tuple.
+        self._bad_sequences = [tuple(word) for word in params.bad_words if len(word) > 1]
         self._longest_begin = max((len(word) - 1 for word in self._bad_sequences), default=0)
         self._output_end: list[int] = []
         """The last committed output tokens, as many as a forbidden sequence may begin with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from specdec.core.clock import ManualClock
-from specdec.core.errors import InputError
+from specdec.core.errors import InputError, RequestFailed
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.engine.build_drafter import build_draft_part
@@ -238,6 +239,19 @@ def test_a_failure_costs_drafts_and_is_counted(
     assert cluster.server.counters["draft_grammar_failures"] == len(PROMPTS)
 
 
+def test_what_cannot_be_tried_costs_drafts_and_is_counted(
+    models: GrammarModels, remote: Callable[..., Remote]
+) -> None:
+    class Childless(PromptCompiler):
+        def _try(self, *_: object) -> None:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    params = short("schema")
+    cluster = remote(kind=Childless)
+    assert outcome(cluster.engine, params).streams == in_process(models, "same model", params).streams
+    assert cluster.server.counters["draft_grammar_failures"] == len(PROMPTS)
+
+
 def test_a_failure_on_the_way(
     models: GrammarModels, remote: Callable[..., Remote], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,6 +369,26 @@ def test_coordinators_take_turns_at_the_compiler() -> None:
     assert order[2:8] in (["bad", "good"] * 3, ["good", "bad"] * 3)
     assert len(made.begun) == 10
     assert len(made.futures) == 2
+
+
+def test_nothing_waits_for_grammars_that_cannot_be_begun() -> None:
+    """However many do: each ends at once, in turn."""
+
+    class Failing(ByHandCompiler):
+        def begin(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> Future[GrammarState]:
+            future = super().begin(grammar, token_ids)
+            if self.futures.index(future) > 0:
+                future.set_exception(RequestFailed("not now", code="grammar_not_compiled"))
+            return future
+
+    made = Failing(config=GrammarConfig(num_threads=1))
+    grammars = DraftGrammars(made)
+    followed = [grammars.follow(Grammar("regex", f"a{index}"), [1, 2], 1, "one") for index in range(3000)]
+    assert grammars.num_waiting == 2999
+    made.futures[0].set_exception(InputError("not today", param="regex"))
+    assert grammars.num_waiting == 0
+    assert [one.allowed_after(()) for one in followed if one is not None] == [None] * 3000
+    assert grammars.counters["grammar_failures"] == 3000
 
 
 def test_grammars_of_forgotten_sequences_are_not_compiled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -173,6 +174,38 @@ def test_what_makes_no_sense_is_dropped_and_counted(
     assert bench.server.counters["invalid_entries"] == 1
 
 
+BEYOND = 1 << 63
+
+
+@pytest.mark.parametrize(
+    ("seed", "fields"),
+    [
+        (-1, {}),
+        (-(1 << 63), {}),
+        (7, {"logit_bias": ((BEYOND, 1.0),)}),
+        (7, {"logit_bias": ((1 << 31, 1.0),)}),
+        (7, {"logit_bias": ((-1, 1.0),)}),
+        (7, {"allowed_token_ids": (BEYOND,)}),
+        (7, {"bad_words": ((1, BEYOND),)}),
+        (7, {"stop_token_ids": (BEYOND,), "min_tokens": 2}),
+        (7, {"temperature": -1.0}),
+    ],
+)
+def test_an_opening_that_makes_no_sense_is_dropped_and_counted(seed: int, fields: dict[str, Any]) -> None:
+    bench = Bench(draft_model())
+    opening = DraftOpening(SamplingParams(**fields), seed, 1)
+    largest = DraftOpening(SamplingParams(logit_bias=(((1 << 31) - 1, 1.0),)), (1 << 64) - 1, 1)
+    bench.send(
+        0,
+        msgspec.structs.replace(entry("bad"), opening=opening),
+        msgspec.structs.replace(entry("good"), opening=largest),
+    )
+    ((answer,), _) = bench.serve()
+    assert answer.request_id == "good"
+    assert len(answer.token_ids) == 3
+    assert bench.server.counters["invalid_entries"] == 1
+
+
 @pytest.mark.parametrize("budget", [1 << 31, 1 << 32, (1 << 64) - 1])
 def test_a_kv_budget_beyond_all_texts_keeps_everything(budget: int) -> None:
     """Doors cut what clients ask for to 2^32 tokens; configurations may say any number."""
@@ -236,3 +269,28 @@ def test_only_the_newest_wish_of_a_sequence_is_granted() -> None:
     assert answer.committed_len == len(TOKENS) + 1
     assert len(answer.branches) == 1
     assert bench.server.counters["stale_entries"] == 1
+
+
+def test_what_is_to_be_done_does_not_wait_for_somebody_to_ask() -> None:
+    bench = Bench(draft_model())
+    done: list[str] = []
+    bench.server.before_next(lambda: done.append("before a wait"))
+    assert not bench.server.step(0)
+    assert done == ["before a wait"]
+    bench.network.schedule(1.0, lambda: bench.server.before_next(lambda: done.append("during one")))
+    assert not bench.server.step(3600.0)
+    assert bench.network.clock.now_s() < 10.0, "it was woken"
+    assert not bench.server.step(0)
+    assert done == ["before a wait", "during one"]
+
+
+def test_who_is_gone_is_forgotten_though_nobody_says_anything() -> None:
+    bench = Bench(draft_model())
+    bench.send(0, entry("a"))
+    bench.serve()
+    assert bench.server.num_sequences == 1
+    bench.network.schedule(1.0, lambda: bench.server.retain([PeerId("c1")]))
+    assert not bench.server.step(3600.0)
+    assert bench.network.clock.now_s() < 10.0, "it was woken"
+    assert not bench.server.step(0)
+    assert bench.server.num_sequences == 0

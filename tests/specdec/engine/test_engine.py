@@ -13,7 +13,7 @@ from specdec.core.errors import CapacityError, ChannelClosed, ChannelTimeout, In
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.proposal import Proposal
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget
@@ -364,6 +364,26 @@ class TestOverload:
         engine.add_request(request("single", owner="b"))
         ended = [output.request_id for output in outputs_of(engine) if output.finish_reason]
         assert ended.index("single") == 1, ended
+
+    @pytest.mark.parametrize("kind", ["complete", "grammar"])
+    def test_an_owner_does_not_pay_for_what_never_ran(self, kind: str) -> None:
+        """Replays that are complete already, and grammars that cannot be compiled."""
+        params = replace(GREEDY, max_tokens=60)
+        never = request("never", params=params, owner="a", delivered=(1,) * 60)
+        if kind == "grammar":
+            pytest.importorskip("llguidance")
+            grammar = Grammar("regex", "a+")  # the tokenizer of toys knows none
+            never = request("never", params=replace(params, grammar=grammar), owner="a")
+        engine = toy_engine(target=ToyTarget(MODEL, eos_token_ids=(0,)), max_num_seqs=1)
+        engine.add_request(request("first", params=params, owner="c"))
+        engine.add_request(never)
+        outputs = engine.step()
+        while not any(output.request_id == "never" for output in outputs):
+            outputs += engine.step()
+        engine.add_request(request("second", owner="a"))
+        engine.add_request(request("third", owner="b"))
+        ended = [output.request_id for output in outputs + outputs_of(engine) if output.finish_reason]
+        assert ended == ["never", "first", "second", "third"]
 
     def test_a_full_queue_gives_the_place_of_its_last_to_who_goes_before_it(self) -> None:
         engine = toy_engine(max_num_seqs=1, max_num_waiting=2)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import re
+import shutil
+import subprocess
+import sys
+import threading
 import time
 from contextlib import closing
 from typing import Any
@@ -293,6 +298,38 @@ def test_grammar_that_becomes_impossible_ends_its_request_alone(models: GrammarM
     if results[1].text != "ab":  # there is a token for both letters
         assert results[1].choices[0].finish_reason == "error"
         assert results[1].text == "a"
+
+
+@pytest.mark.parametrize("way", ["no descriptors", "dead child", "no thread", "broken library"])
+def test_a_compiler_that_fails_ends_one_request_alone(
+    models: GrammarModels, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    plain = SamplingParams(max_tokens=8, seed=1)
+    wanting = SamplingParams(grammar=GRAMMARS["regex"], max_tokens=8)
+
+    def fail(*_: object, **__: object) -> Any:
+        raise {
+            "no descriptors": OSError(errno.EMFILE, "Too many open files"),
+            "no thread": RuntimeError("can't start new thread"),
+        }.get(way, ZeroDivisionError(way))
+
+    with models.engine() as engine:
+        with monkeypatch.context() as patch:
+            if way == "no descriptors":
+                patch.setattr(subprocess, "Popen", fail)
+            elif way == "dead child":
+                patch.setattr(sys, "executable", shutil.which("false"))
+            elif way == "no thread":
+                patch.setattr(threading.Thread, "start", fail)
+            else:
+                patch.setattr("specdec.sampling.grammar.compile_matcher", fail)
+            results = engine.generate(PROMPTS, [plain, wanting, plain])
+        alone = engine.generate(PROMPTS[:1], plain)
+        afterwards = engine.generate(PROMPTS[:1], wanting)
+    assert results[0].token_ids == alone[0].token_ids
+    assert results[1].choices[0].finish_reason == "error"
+    assert "could not be compiled now" in str(results[1].choices[0].error)
+    assert afterwards[0].choices[0].finish_reason != "error", "another child is tried"
 
 
 def test_bounds_are_kept(models: GrammarModels) -> None:

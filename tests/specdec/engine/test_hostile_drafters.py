@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
+from specdec.core.distributions import TokenDistribution
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
+from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_server import DraftServer
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import Envelope, PeerId
@@ -30,7 +34,8 @@ from specdec.transport.messages import (
 )
 from specdec.transport.wrapped import WrappedChannel
 from tests.pairwise import mostly_full
-from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
+from tests.specdec.engine.remote_cluster import OTHER_MODEL, Cluster, a_request, expected
+from tests.specdec.engine.test_rules import drafter_for, judge_of
 
 NUMBERS = (0, 1, -1, 3, 7, 1 << 31, -(1 << 63), (1 << 63) - 1)
 SECONDS = (0.0, 1e-3, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
@@ -138,6 +143,69 @@ def test_whatever_a_draft_worker_says_tokens_are_the_targets(mode: OverlapMode) 
             assert value == value, "not a number"
     assert min(num_malformed, num_stale, num_invalid) > 20, "what is dropped is counted"
     assert num_accepted > 50, "and the other draft worker is of use all the same"
+
+
+Q_ROWS = {
+    "right": ((3, 5), (0.5, 0.5)),
+    "twice, last without": ((3, 3), (0.5, 0.0)),
+    "twice": ((3, 5, 3), (0.5, 0.5, 0.5)),
+    "not in order": ((5, 3), (0.5, 0.5)),
+    "below 0": ((3, 5), (0.5, -0.5)),
+    "not a number": ((3, 5), (0.5, float("nan"))),
+    "drawn from nan": ((3,), (float("nan"),)),
+    "infinite": ((3, 5), (0.5, float("inf"))),
+    "drawn from infinity": ((3,), (float("inf"),)),
+    "0": ((3, 5), (0.0, 1.0)),
+    "of another": ((4, 5), (0.5, 0.5)),
+    "of nothing": ((), ()),
+    "beyond": ((3, 1 << 31), (0.5, 0.5)),
+}
+
+
+class Boasting(Hostile):
+    """Drafts token 3, and says that it was drawn from a certain row."""
+
+    row = TokenDistribution(b"", b"")
+
+    def reply(self, to: PeerId, request: ProposeRequest) -> None:
+        answers = [
+            ProposeAnswer(
+                request_id=entry.request_id,
+                epoch=entry.epoch,
+                committed_len=entry.committed_len,
+                prefix_hash=entry.prefix_hash,
+                token_ids=(3,),
+                noise_stream="draft",
+                q_rows=(self.row,),
+            )
+            for entry in request.entries
+            if entry.num_draft_tokens
+        ]
+        self.channel.send(to, ProposeReply(request.round_id, tuple(answers)))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "multi_round"])
+@pytest.mark.parametrize("kind", Q_ROWS)
+def test_malformed_distributions_are_dropped_before_the_target_sees_them(kind: str, rule: str) -> None:
+    drafter = drafter_for(rule, OTHER_MODEL)
+    cluster = Cluster(
+        Faults(),
+        num_drafters=0,
+        capabilities=replace(drafter.capabilities, remote=True),
+        judge=judge_of(rule),
+    )
+    hostile = Boasting(cluster, random.Random(1))
+    ids, probabilities = Q_ROWS[kind]
+    hostile.row = TokenDistribution(
+        np.array(ids, np.uint32).tobytes(), np.array(probabilities, np.float32).tobytes()
+    )
+    request = msgspec.structs.replace(
+        a_request("r", random.Random(1)), params=SamplingParams(temperature=0.9, max_tokens=12)
+    )
+    assert len(cluster.run([request])[request.request_id]) == 12
+    metrics = cluster.engine.metrics()
+    assert (metrics.num_drafts > 0) == (kind == "right")
+    assert (metrics.proposals_dropped["unverifiable"] > 0) == (kind != "right")
 
 
 def test_a_draft_worker_that_talks_on_and_on_keeps_nobody_from_the_next_round() -> None:

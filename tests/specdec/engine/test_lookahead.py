@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import NoiseStream, Proposal
 from specdec.core.rows_beside import RowsBeside
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
@@ -26,7 +28,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookahead.proposer import LookaheadProposer
@@ -36,6 +38,7 @@ from specdec.scheduling.speculation.controller import FixedController, RoundObse
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryNetwork
 from specdec.tree.topology import topology_of
+from specdec.verification.registry import rule_named
 from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
 from tests.rank_pool import Pools
 from tests.specdec.engine import ranked_engines
@@ -281,6 +284,62 @@ def test_another_rule_looks_at_the_draft_alone() -> None:
     assert engine.metrics().num_rows_beside > 0
 
 
+class Bonuses(ToyTarget):
+    """Notes what followed drafts that stood to the end of a path of two."""
+
+    def __init__(self, model: ToyModel, stream: NoiseStream | None = None) -> None:
+        super().__init__(model, judge=judge_of("multi_round"))
+        if stream is not None:
+            self._draft_stream = stream
+        self.counts = np.zeros((model.vocab_size, model.vocab_size))
+        """By the last token that stood, and the one that followed."""
+
+    def collect(self) -> TargetResult:
+        result = super().collect()
+        for answer in result.results:
+            if len(answer.token_ids) == 3:
+                self.counts[answer.token_ids[1:]] += 1
+        return result
+
+
+def p_value_behind_drafts(stream: NoiseStream | None) -> float:
+    """Chi-square of tokens behind accepted drafts, which the rule draws, against p.
+
+    What has been drafted and accepted before them must not tell anything of their noise.
+    """
+    model = ToyModel(3, seed=3, sharpness=0.3, perturbation=0.0)
+    target = Bonuses(model, stream)
+    config = LookaheadConfig(window_size=5, ngram_size=4, verification_set_size=2, reads_text=False)
+    engine = toy_engine(
+        LookaheadProposer(config),
+        target=target,
+        num_draft_tokens=2,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=24)
+    for seed in range(700):
+        engine.add_request(request(f"r{seed}", (0, 1, 2, 0, 1, 2), params, seed=seed))
+    while engine.has_work:
+        engine.step()
+    logits = np.array([model.logits(last, 0) for last in range(3)])
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    expected = target.counts.sum(-1, keepdims=True) * p
+    assert expected.min() > 50
+    statistic = ((target.counts - expected) ** 2 / expected).sum()
+    return float(stats.chi2.sf(statistic, 3 * (3 - 1)))
+
+
+@pytest.mark.slow
+def test_what_is_said_beside_is_independent_of_what_a_rule_draws_itself() -> None:
+    assert p_value_behind_drafts(None) > 1e-4
+
+
+@pytest.mark.slow
+def test_control_noise_of_the_target_beside_is_noticed() -> None:
+    assert p_value_behind_drafts("target") < 1e-9
+
+
 def test_over_the_wire() -> None:
     network = MemoryNetwork(seed=1)
     worker, owner = network.open(PeerId("target")), network.open(PeerId("coordinator"))
@@ -314,10 +373,16 @@ COVER = [
 
 
 def answer_once(
-    models: Models, architecture: str, setting: Setting, params: SamplingParams, draft: Sequence[int]
+    models: Models,
+    architecture: str,
+    setting: Setting,
+    params: SamplingParams,
+    draft: Sequence[int],
+    rule: str = "sample_and_match",
 ) -> tuple[Sequence[int], RowsBeside, list[int]]:
     """What a target says at the rows beside a draft, the rows, and the text before them."""
-    target = LocalTarget(setting.runner(models.load(architecture), setting.num_blocks), setting.sampler())
+    runner = setting.runner(models.load(architecture), setting.num_blocks)
+    target = LocalTarget(runner, setting.sampler(), rule=rule_named(rule))
     name = RequestId("a")
     text = [(5 + 7 * index * index) % 120 + 2 for index in range(17)]
     blocks = tuple(range(40, 20, -1))
@@ -359,14 +424,37 @@ def test_rows_beside_are_what_the_model_says_to_their_paths(
     params = {"greedy": GREEDY, **SAMPLING, **SHAPING}[kind]
     setting = Setting(compiled=compiled)
     answers, beside, text = answer_once(models, architecture, setting, params, draft)
-    expected = []
+    assert list(answers) == said_alone(models, architecture, params, beside, text)
+
+
+def said_alone(
+    models: Models,
+    architecture: str,
+    params: SamplingParams,
+    beside: RowsBeside,
+    text: list[int],
+    stream: NoiseStream = "target",
+) -> list[int]:
+    """What transformers says to each path of the rows, behind the text."""
+    said = []
     for path in answered_paths(beside):
         tokens = [*text, *path]
         with torch.inference_mode():
             logits = models.reference(architecture)(torch.tensor([tokens])).logits[0, -1:]
         rows = SamplingRows.build([RowSpec(params, 12345, len(tokens), 1)])
-        expected.append(int(Sampler().sample(logits, rows).token_ids))
-    assert list(answers) == expected
+        said.append(int(Sampler().sample(logits, rows, stream).token_ids))
+    return said
+
+
+@pytest.mark.parametrize("draft", [(), (9, 4, 11)], ids=["alone", "by a tree"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_beside_have_the_noise_of_drafts_where_the_rule_draws_itself(
+    models: Models, draft: Sequence[int], compiled: bool
+) -> None:
+    params, setting = SAMPLING["cut"], Setting(compiled=compiled)
+    answers, beside, text = answer_once(models, "llama", setting, params, draft, "multi_round")
+    assert list(answers) == said_alone(models, "llama", params, beside, text, "draft")
+    assert list(answers) != said_alone(models, "llama", params, beside, text, "target")
 
 
 @pytest.mark.parametrize("setting", mostly_full(COVER, COVER[0]), ids=str)

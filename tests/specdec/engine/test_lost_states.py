@@ -8,13 +8,14 @@ import msgspec
 import pytest
 import torch
 
+from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.engine import hidden_sender
 from specdec.engine.hidden_routing import HiddenRouting
 from specdec.engine.hidden_sender import HiddenSender
 from specdec.proposers.hidden import ReceivedRows
-from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.base import PeerAddress, PeerId, PeerLost
 from specdec.transport.memory import MemoryNetwork
 from specdec.transport.messages import (
     HiddenStates,
@@ -172,3 +173,20 @@ def test_what_a_draft_worker_has_lost_is_wished_for_again_once() -> None:
     ask(22, 22)
     ask(22, 23)
     assert sent == [(5, 22), (21, 23)]
+
+
+def test_a_draft_worker_that_is_not_reached_is_forgotten_with_its_wishes_after_a_step() -> None:
+    """It died before this wish, which nobody takes back: no link breaks any more."""
+    network = MemoryNetwork(clock=ManualClock())
+    sending, dead, alive = (network.open(PeerId(name)) for name in ("target", "dead", "alive"))
+    sender = HiddenSender(sending, Taps(10))
+    network.kill(dead.address.peer_id)
+    for address in (dead.address, alive.address):
+        sender.take(
+            SendHidden(1, OURS, address.peer_id, address.endpoint, address.public_key, (wish(0, 20),))
+        )
+    sender.step_done({NAME})
+    assert (sender.num_waiting, set(sending._links)) == (2, {dead.address.peer_id, alive.address.peer_id})
+    sending._inbox.put(dead.address.peer_id, PeerLost(), 0)
+    sender.step_done({NAME})
+    assert (sender.num_waiting, set(sending._links)) == (1, {alive.address.peer_id})

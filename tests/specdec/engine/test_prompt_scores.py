@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from specdec.core.errors import InputError
 from specdec.core.outputs import TokenLogprobs
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import LogprobsMode, SamplingParams
 from specdec.engine.best_of import best_choices
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
@@ -133,6 +134,29 @@ def test_best_of_returns_the_best_of_the_same_choices() -> None:
     assert [one.index for one in best] == [0, 1]
 
 
+def test_the_best_are_chosen_by_raw_log_probabilities(engine: Engine) -> None:
+    """Also where others would be reported, if any were: here by such that penalties change."""
+    params = SamplingParams(max_tokens=12, n=8, logprobs=0, seed=5, temperature=4.0, presence_penalty=2.0)
+    orders = {
+        mode: ranked(engine.generate([[1, 2, 3]], replace(params, logprobs_mode=mode))[0])
+        for mode in get_args(LogprobsMode)
+    }
+    assert set(orders["raw"][:3]) != set(orders["processed"][:3]), "this shows nothing"
+    params = replace(params, n=3, best_of=8, logprobs=None, logprobs_mode="processed")
+    best = engine.generate([[1, 2, 3]], params)[0].choices
+    assert [one.token_ids for one in best] == orders["raw"][:3]
+    assert [one.logprobs for one in best] == [None] * 3
+
+
+def ranked(result: GenerationResult) -> list[tuple[int, ...]]:
+    """The tokens of all choices, those with the highest mean log-probability first."""
+    means = [
+        sum(token.logprob for token in one.logprobs or ()) / len(one.token_ids) for one in result.choices
+    ]
+    order = sorted(range(len(means)), key=lambda index: -means[index])
+    return [result.choices[index].token_ids for index in order]
+
+
 def test_best_choices() -> None:
     def tokens(*logprobs: float) -> list[TokenLogprobs]:
         return [TokenLogprobs(1, logprob, ()) for logprob in logprobs]
@@ -148,6 +172,7 @@ def test_best_choices() -> None:
     [
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 129}, "best_of"),
+        ({"best_of": 2, "logprobs": 0, "logprobs_mode": "processed"}, "logprobs_mode"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"logprobs": 1000}, "logprobs"),

@@ -12,7 +12,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget
-from specdec.transport.base import PeerId
+from specdec.transport.base import PeerId, PeerLost
 from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.messages import Ping, RunStep
 
@@ -104,6 +104,18 @@ def test_a_newer_owner_fences_the_older_off_and_inherits_a_clean_target() -> Non
     assert new.collect().step_id == 1
 
 
+def test_an_owner_that_never_ran_a_step_leaves_a_clean_target_too() -> None:
+    world = World()
+    first = world.attach(0, 1)
+    first.submit(step(0, admit=True))
+    first.collect()
+    world.attach(1, 2)
+    last = world.attach(0, 3)
+    last.submit(step(0, admit=True))  # the toy refuses to admit a sequence twice
+    assert last.collect().results
+    assert world.toy.known_requests == {A}
+
+
 def test_an_older_owner_cannot_come_back() -> None:
     world = World()
     world.attach(0, 5)
@@ -185,3 +197,39 @@ def test_a_worker_that_is_not_there_is_a_timeout() -> None:
     world.network.kill(WORKER)
     with pytest.raises((ChannelTimeout, TransportError)):
         world.attach(0, 1)
+
+
+def test_a_step_that_was_lost_with_its_link_is_sent_again_within_the_grace() -> None:
+    world = World()
+    target = RemoteTarget(
+        world.owners[0], world.worker.address, incarnation=1, times=RemoteTargetTimes(), clock=world.clock
+    )
+    break_link(world, for_s=0.6)
+    target.submit(step(0, admit=True))
+    assert target.collect().step_id == 0
+    assert world.clock.now_s() < 1.0
+
+
+def test_a_worker_that_says_it_is_there_again_is_not_given_up() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    break_link(world, for_s=0.0)
+    world.network.run_for(0.0)
+    target.check()  # asks whether it is there
+    world.network.run_for(0.0)
+    world.network.faults = Faults(loss=1.0)
+    world.network.schedule(TIMES.lost_link_grace_s + 0.5, lambda: mend(world))
+    target.submit(step(0, admit=True))
+    assert target.collect().step_id == 0
+    assert world.clock.now_s() > TIMES.lost_link_grace_s
+
+
+def break_link(world: World, *, for_s: float) -> None:
+    """What is sent for a while is lost, in both directions; the owner hears that the link broke."""
+    world.network.faults = Faults(loss=1.0)
+    world.owners[0]._inbox.put(WORKER, PeerLost(), 0)
+    world.network.schedule(for_s, lambda: mend(world))
+
+
+def mend(world: World) -> None:
+    world.network.faults = Faults()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 
@@ -65,6 +66,12 @@ def test_names_do_not_depend_on_how_they_were_asked_for() -> None:
 def test_salts_keep_requests_apart() -> None:
     salted = [keys(TOKENS, salt) for salt in (None, "", "a", "b")]
     assert len({name for names in salted for name in names}) == 4 * 5
+
+
+def test_no_salt_is_the_name_of_a_block() -> None:
+    """A salt may be any text, also the bytes that name tokens."""
+    begin = array("q", TOKENS[:4]).tobytes()
+    assert keys(TOKENS[4:], salt=begin.decode()) != keys(TOKENS)[1:]
 
 
 def test_the_block_of_the_last_token_is_not_looked_for(cache: PrefixCache) -> None:

@@ -30,7 +30,7 @@ from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.feature_runner import FeatureRunner
-from specdec.proposers.hidden import PrefixStates
+from specdec.proposers.hidden import HiddenSource, PrefixStates
 from specdec.proposers.module_runner import ModuleRunner
 from specdec.proposers.tree_config import DynamicTreeConfig, StaticTreeConfig, tree_shape
 from specdec.sampling.rows import RowSpec, SamplingRows
@@ -39,7 +39,7 @@ from specdec.tree.growth import TreeShape
 from specdec.verification.registry import capabilities_of
 from tests.specdec.drafters.conftest import randomize, tiny_config
 from tests.specdec.proposers.contract import ProposerContract, view
-from tests.specdec.proposers.test_heads import VOCAB, MadeUpSource, made_up_row
+from tests.specdec.proposers.test_heads import VOCAB, MadeUpSource, check_displaced, made_up_row
 
 KINDS = [
     "eagle3",
@@ -82,6 +82,7 @@ def make(
     *,
     shape: TreeShape | None = None,
     missing: Sequence[str] = (),
+    source: HiddenSource | None = None,
     num_blocks: int = 100,
     max_model_len: int = 64,
     max_read_tokens: int = 512,
@@ -101,7 +102,7 @@ def make(
         max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
     )
     idle_work = () if how is None else (runner.compile(how),)
-    states = PrefixStates(MadeUpSource(missing), drafter.hidden_layers)
+    states = PrefixStates(source or MadeUpSource(missing), drafter.hidden_layers)
     if shape is not None:
         return TreeDraftProposer(
             runner,
@@ -291,3 +292,8 @@ def test_a_full_cache_costs_proposals_not_answers() -> None:
             expected = make("eagle").propose([one], {one.request_id: 3})
             assert proposer.propose([one], {one.request_id: 3}) == expected
             proposer.check_integrity()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_missed_by_who_was_displaced_in_its_own_call(kind: str) -> None:
+    check_displaced(lambda source: make(kind, source=source, num_blocks=13))

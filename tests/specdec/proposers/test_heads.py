@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache, partial
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.attention.sdpa import SdpaAttention
-from specdec.core.ids import RequestId
+from specdec.core.ids import RequestId, owned_id
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
@@ -22,7 +24,7 @@ from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.parallel_heads import ParallelHeads
 from specdec.kv.config import CacheConfig
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Proposer, ReadsStates
 from specdec.proposers.compiled_drafters import CompiledHeads, DrafterCompilation
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.draft_window import DraftWindow
@@ -30,7 +32,7 @@ from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.head_rows import HeadRows, PrefixRows, Rows, StateRows
 from specdec.proposers.head_trees import TreeHeadProposer
 from specdec.proposers.heads import HeadProposer, Heads
-from specdec.proposers.hidden import HiddenRows
+from specdec.proposers.hidden import HiddenRows, HiddenSource, ReceivedRows
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler, noisy_scores
 from specdec.tree.dynamic import DynamicTree
@@ -91,6 +93,53 @@ class MadeUpSource:
         """Nothing is kept."""
 
 
+class SentSource(MadeUpSource):
+    """Keeps what has not been read, as what has come from another process; sends again what is missed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[RequestId, ReceivedRows] = {}
+
+    def await_rows(
+        self, sequences: Sequence[SequenceView], awaited: Collection[RequestId] | None = None
+    ) -> Mapping[RequestId, HiddenRows]:
+        for one in sequences:
+            rows = self.kept.setdefault(one.request_id, ReceivedRows(0))
+            if rows.end_row < one.committed_len - 1:
+                rows.append(MadeUpRows(one.token_ids).since(rows.end_row))
+        return {one.request_id: self.kept[one.request_id] for one in sequences}
+
+    def send_again(self, request_id: RequestId) -> None:
+        assert self.kept.pop(request_id).are_missed, "what nobody misses would be dropped"
+
+
+class ReadingProposer(ReadsStates, Proposer, Protocol):
+    """A proposer that reads hidden states."""
+
+
+def check_displaced(make_over: Callable[[HiddenSource], ReadingProposer]) -> None:
+    """One of a call that gives way to another of it, and then finds room after all, is read anew later."""
+    generator = random.Random(4)
+    text = {name: generator.choices(range(VOCAB), k=40) for name in ("a", "b", "c")}
+    names = {name: owned_id("one" if name == "a" else "two", name) for name in text}
+
+    def ask_for(proposer: ReadingProposer, **lengths: int) -> dict[str, Proposal]:
+        views = [view(names[name], text[name][:length]) for name, length in lengths.items()]
+        found = proposer.propose(views, {one.request_id: 3 for one in views})
+        return {name: found[names[name]] for name in lengths if names[name] in found}
+
+    source = SentSource()
+    proposer = make_over(source)
+    assert sorted(ask_for(proposer, b=9, c=25)) == ["b", "c"]
+    # a takes the room of b; c has then too little to grow, and leaves b what it had.
+    found = ask_for(proposer, a=13, c=35, b=10)
+    assert found == ask_for(make_over(SentSource()), a=13)
+    assert proposer.missing_states == {names["b"]: 0}
+    source.send_again(names["b"])
+    assert ask_for(proposer, b=11) == ask_for(make_over(SentSource()), b=11) != {}
+    assert proposer.missing_states == {}
+
+
 @cache
 def make_heads(kind: str) -> Heads:
     model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=VOCAB))
@@ -113,6 +162,7 @@ def make(
     *,
     shape: TreeShape | None = None,
     missing: Sequence[str] = (),
+    source: HiddenSource | None = None,
     num_blocks: int = 100,
     max_model_len: int = 64,
     max_read_tokens: int = 512,
@@ -121,7 +171,7 @@ def make(
     sampler: Sampler | None = None,
 ) -> HeadProposer:
     """With `how` there is a native form of the heads, once its idle work is done."""
-    heads, source = make_heads(kind), MadeUpSource(missing)
+    heads, source = make_heads(kind), source or MadeUpSource(missing)
     rows: HeadRows = StateRows(heads, source)
     pool: DrafterPool | None = None
     if layers := heads.attention_layers:
@@ -306,6 +356,10 @@ def test_a_full_cache_costs_proposals_not_answers() -> None:
             expected = make("hydra++").propose([one], {one.request_id: 3})
             assert expected
             assert proposer.propose([one], {one.request_id: 3}) == expected
+
+
+def test_states_are_missed_by_who_was_displaced_in_its_own_call() -> None:
+    check_displaced(lambda source: make("hydra++", source=source, num_blocks=13))
 
 
 def test_what_a_request_does_to_logits_is_done_to_the_heads() -> None:

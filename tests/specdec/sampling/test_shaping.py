@@ -139,6 +139,16 @@ def test_shaping_does_not_advance_the_state() -> None:
     assert rows[0, 2] == -2.0
 
 
+def test_lists_are_taken_as_tuples_are() -> None:
+    params = SamplingParams(bad_words=[[4], [5, 6], [2, 2, 2]]).checked()  # type: ignore[arg-type]
+    shaper = shaper_of(params, [1])
+    shaper.commit([1, 2, 5])
+    logits = torch.zeros(3, VOCAB)
+    shaper.shape(logits, [(), (2, 2), (2, 2, 2)])
+    forbidden = [row.isneginf().nonzero().flatten().tolist() for row in logits]
+    assert forbidden == [[4, 6], [2, 4], [2, 4]]
+
+
 def test_nothing_asked_for_needs_no_shaper() -> None:
     plain = SamplingParams(temperature=0.5, top_k=3, logprobs=2, stop=("a",))
     assert shaper_for(plain, eos_token_ids=(EOS,), num_prompt_tokens=1) is None
