@@ -1,4 +1,4 @@
-"""Goes on with a long test run that was cut: `pytest --kept FILE`.
+"""Goes on with a long test run that was cut: `pytest --kept=FILE`.
 
 What passes is written to the file as it does; what has passed before is left out. Both hold for one committed
 tree alone: where anything differs from what is committed, nothing is written and nothing left out.
@@ -97,7 +97,8 @@ def add_option(parser: pytest.Parser) -> None:
         type=Path,
         metavar="FILE",
         help="leave out what has passed in this committed tree, and write what passes: a run that was cut "
-        "goes on (make test-all ARGS='--kept runs/test-all.jsonl')",
+        "goes on (make test-all ARGS='--kept=runs/test-all.jsonl'); with `=`, or pytest takes the "
+        "file for one of tests",
     )
 
 

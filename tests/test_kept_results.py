@@ -60,7 +60,7 @@ def checkout(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pyte
 
 
 def run(checkout: pytest.Pytester, *arguments: str) -> pytest.RunResult:
-    return checkout.runpytest_subprocess("-p", "no:cacheprovider", "--kept", "kept.jsonl", *arguments)
+    return checkout.runpytest_subprocess("-p", "no:cacheprovider", "--kept=kept.jsonl", *arguments)
 
 
 @pytest.mark.parametrize("processes", [[], ["-p", "xdist", "-n", "2"]], ids=["one", "several"])
