@@ -24,6 +24,8 @@ from specdec.core.errors import UserError
 SCRIPT = "benchmarks/drafters_plots.py"
 NOTHING = "Nothing has been measured yet."
 PICTURE = "drafters.svg"
+_MOST_NAMED = 3
+"""Cells of a kind of processor, in one place, that are named one by one."""
 
 
 def draw(cells: Sequence[Cell]) -> Any:
@@ -75,13 +77,47 @@ def draw(cells: Sequence[Cell]) -> Any:
     return figure
 
 
+def kinds_of_machines(cells: Sequence[Cell]) -> str:
+    """Say which cells were measured on processors of which kind; empty: all on one, or it is not known."""
+    kinds = [one["measured"].get("cpu_capability", "") for one in cells]
+    if len(set(kinds)) < 2:
+        return ""
+    places: dict[tuple[str, int], list[Cell]] = {}
+    for one in cells:
+        places.setdefault((one["cell"]["target"], one["cell"]["batch"]), []).append(one)
+    each = [f"{target}, batch {batch}: {_by_kind(own)}" for (target, batch), own in places.items()]
+    return (
+        "Measured on more than one kind of processor (told apart by the instructions that PyTorch finds): "
+        f"{'; '.join(each)}. Neither tokens/s nor ratios of one kind can be compared with those of another."
+    )
+
+
+def _by_kind(cells: Sequence[Cell]) -> str:
+    """Count the cells of a place by kind, the most frequent first; a few are named."""
+    named: dict[str, list[str]] = {}
+    for one in cells:
+        name = f"`{one['cell']['family']}` at temperature {one['cell']['temperature']:g}"
+        named.setdefault(one["measured"].get("cpu_capability", ""), []).append(name)
+    kinds = sorted(named, key=lambda kind: -len(named[kind]))
+    if len(kinds) == 1:
+        return f"{kinds[0]}, all {len(cells)} cells"
+    return ", ".join(
+        f"{kind} {len(named[kind])} of {len(cells)}"
+        + (f" ({', '.join(named[kind])})" if len(named[kind]) <= _MOST_NAMED else "")
+        for kind in kinds
+    )
+
+
 def page_of(page: str, results: Mapping[str, Any] | None, picture: str) -> str:
     """Return the page with its tables; without results, claims alone, and that nothing was measured.
 
     Raises:
         UserError: the page has no place for them.
     """
-    text = NOTHING if results is None else measured(results, picture)
+    text = NOTHING
+    if results is not None:
+        parts = (kinds_of_machines(results["cells"]), measured(results, picture))
+        text = "\n\n".join(part for part in parts if part)
     page = put_into(page, "measured", SCRIPT, text)
     claims = published([] if results is None else results["cells"])
     return put_into(page, "published", SCRIPT, claims)
