@@ -18,8 +18,8 @@ from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import DropReason, EngineMetrics
 from specdec.engine.proposal_check import ProposalCheck, plainly
 from specdec.engine.target import TargetDescription
-from specdec.proposers.base import Proposer
-from specdec.proposers.several.proposer import SeveralProposers, capabilities_of_each
+from specdec.proposers.base import Proposer, ReadsAlong
+from specdec.proposers.several.proposer import SeveralProposers, capabilities_of_each, members_of
 from specdec.scheduling.state import RoundPlan
 from specdec.verification.base import RuleCapabilities
 
@@ -60,6 +60,9 @@ class Drafting:
         """Whether what drafts at the target reads the tokens of sequences."""
         self._looks_first = proposer.capabilities.looks_first
         self._keeps_up = tuple(one.remote for one in each)
+        self._readers = tuple(one if isinstance(one, ReadsAlong) else None for one in members_of(proposer))
+        self.num_behind = 0
+        """Committed tokens that those who were asked last had yet to read, beyond what a round brings."""
         metrics.method = proposer.capabilities.name
         self._counts = [metrics.by_drafter.setdefault(name, DrafterCounts()) for name in names]
         for place in self._at_target:
@@ -94,6 +97,7 @@ class Drafting:
         told = wanting | self._kept_up(live for live in lives if live.request_id not in wanting)
         sequences = [live for live in lives if live.request_id in told]
         if not sequences:
+            self.num_behind = 0
             return {}
         for live in sequences:
             live.told_len = live.committed_len
@@ -102,6 +106,7 @@ class Drafting:
             for request_id, budget in plan.num_draft_tokens.items()
             if self._is_asked_for(running[request_id])
         }
+        self.num_behind = sum(self._num_behind(running[one], budget) for one, budget in budgets.items())
         try:
             proposals = self._proposer.propose(sequences, budgets)
         except TransportError:
@@ -164,6 +169,10 @@ class Drafting:
         if max(untold.values(), default=0) < _KEPT_UP_TOKENS:
             return frozenset()
         return {request_id for request_id, number in untold.items() if number >= _KEPT_UP_TOGETHER}
+
+    def _num_behind(self, live: LiveRequest, budget: int) -> int:
+        reader = self._readers[live.drafter]
+        return 0 if reader is None or budget == 0 else max(0, reader.num_unread(live) - 1 - budget)
 
     def _note_seconds(self, place: int, seconds: float) -> None:
         if place < len(self._counts):

@@ -54,6 +54,8 @@ class _Flight:
     """By work. Some may have ended when the answer comes."""
     proposals: Proposals
     budgets: Mapping[RequestId, int]
+    num_behind: int
+    """See `RoundObservation`."""
     ahead: Sequence[AheadOutcome]
     num_prompt_rows: int
     num_context_tokens: int
@@ -238,6 +240,7 @@ class RoundLoop:
             lives=lives,
             proposals=proposals,
             budgets=plan.num_draft_tokens,
+            num_behind=self._drafting.num_behind if mode == "lockstep" and not is_read_beside else 0,
             ahead=() if self._ahead is None else self._ahead.take_ahead_outcomes(),
             num_prompt_rows=_num_prompt_rows(step, lives),
             num_context_tokens=sum(live.committed_len for live in lives),
@@ -504,6 +507,7 @@ class RoundLoop:
                 num_prompt_rows=flight.num_prompt_rows,
                 context_tokens=flight.num_context_tokens,
                 budgets=flight.budgets,
+                num_behind=flight.num_behind,
                 draft_s=draft_s,
                 draft_ready_s=flight.draft_ready_s if result.draft_s == 0.0 else draft_s,
                 draft_work_s=flight.drafting_s or None,

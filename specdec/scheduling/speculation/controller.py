@@ -54,6 +54,9 @@ class RoundObservation(msgspec.Struct, frozen=True, kw_only=True):
     """Committed tokens of all sequences of the round together."""
     budgets: Mapping[RequestId, int] = msgspec.field(default_factory=dict)
     """Draft tokens that were asked for, by request. With `outcomes` it tells how often there are drafts."""
+    num_behind: int = 0
+    """Committed tokens that drafters had yet to read of these requests, beyond what a round brings: nothing
+    had been drafted for them for a while. 0 where that is not known."""
     draft_ready_s: float | None = None
     """From asking for proposals to the last answer, waited for or not: T_draft with its wire, and with what
     lay before it in the queue of a draft worker; None: not known, or nobody was asked."""
@@ -72,6 +75,11 @@ class RoundObservation(msgspec.Struct, frozen=True, kw_only=True):
     ahead: Sequence[AheadOutcome] = ()
     """What became of the continuations that this round could have had its drafts from: of the verdicts of
     the round before, where something was prepared for them."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether drafters had more to read than to draft."""
+        return self.num_behind > sum(self.budgets.values())
 
 
 class SpeculationController(Protocol):

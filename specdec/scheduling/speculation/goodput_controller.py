@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -94,6 +94,8 @@ class GoodputController:
         """See `_dearer`: of the decision, since something was learnt of costs."""
         self._may_be_passed_over = False
         """Whether rounds as decided are plain, and short."""
+        self._drafts_nothing = False
+        """Whether nobody is drafted for, as decided, be it who may."""
         self._chosen_for: tuple[tuple[Schedulable, ...], int] = (), 0
         """All sequences of the last round, and how many of them were in it."""
         self._prepared: Prospects | None = None
@@ -129,12 +131,15 @@ class GoodputController:
         if not decoding:
             return []
         sequences = (*decoding, *elsewhere)
+        are_same = sequences == self._chosen_for[0]
         self._chosen_for = sequences, len(decoding)
         decision = self._decision
-        if decision is None or self._is_to_be_made_anew(decision, sequences):
+        if decision is None or self._is_to_be_made_anew(decision, sequences, are_same=are_same):
             self._learn_observed()
             with self._rhythm.deciding.timed():
                 decision = self._decide(sequences, len(decoding))
+        if self._drafts_nothing:
+            return [0] * len(decoding)
         index, chosen = decision.index, decision.num_draft_tokens
         return [
             self._of_newcomer(decision, one) if (at := index.get(one.request_id)) is None else chosen[at]
@@ -200,16 +205,28 @@ class GoodputController:
         decision = self._decision
         if decision is None:
             return
-        self._facts.note(self._round, observation, self._continuations.owed(observation, decision))
+        kind = self._settling.note(observation)
+        self._facts.note(self._round, observation, self._owed(observation, decision))
         self._continuations.note(self._round, observation)
         if self._evidence.gain_goes_off(decision, observation):
             self._rhythm.note_alarm(self._round)
-        self._note_times(observation, decision, passed)
+        self._note_times(observation, decision, kind, passed)
+
+    def _owed(self, observation: RoundObservation, decision: Decision) -> Mapping[RequestId, int]:
+        """Return whose drafts should have been there, and how many: not of those that were still read."""
+        if not self._settling.is_catching_up:
+            return self._continuations.owed(observation, decision)
+        there = {one.request_id for one in observation.outcomes}
+        return {one: budget for one, budget in observation.budgets.items() if one in there}
 
     # ------------------------------------------------------------------------------------ deciding
 
-    def _is_to_be_made_anew(self, decision: Decision, sequences: Sequence[Schedulable]) -> bool:
-        if self._is_due(decision) or not self._rhythm.still_holds(decision, sequences):
+    def _is_to_be_made_anew(
+        self, decision: Decision, sequences: Sequence[Schedulable], *, are_same: bool
+    ) -> bool:
+        """Whether to decide again; `are_same`: those of the last round, for whom the decision held then."""
+        holds = (are_same and self._rhythm.is_too_soon) or self._rhythm.still_holds(decision, sequences)
+        if self._is_due(decision) or not holds:
             # Where nobody is to be drafted for there is nothing to decide, but to tell what goes on.
             is_moot = decision.option.kind == "plain" and not any(map(_may_get_drafts, sequences))
             return not is_moot or self._rhythm.since_decision_s >= _TOLD_EVERY_S
@@ -267,6 +284,7 @@ class GoodputController:
         self._decision = self._decide_among(prospects, sequences)
         self._facts.take_over(sequences)
         is_plain = self._decision.option.kind == "plain"
+        self._drafts_nothing = is_plain and not any(self._decision.num_draft_tokens)
         self._may_be_passed_over = is_plain and self._decision.expected_s() <= LONGEST_PASSED_OVER_S
         return self._decision
 
@@ -344,9 +362,10 @@ class GoodputController:
 
     # ------------------------------------------------------------------------------------ learning
 
-    def _note_times(self, observation: RoundObservation, decision: Decision, passed: Passed) -> None:
+    def _note_times(
+        self, observation: RoundObservation, decision: Decision, kind: Kind, passed: Passed
+    ) -> None:
         """Learn from how long a round took; of many short ones, from some what the parts cost."""
-        kind = self._settling.note(observation)
         is_settled = self._settling.is_as_it_seems and self._settling.is_alike
         round_s = _round_s(observation)
         self._rhythm.note_round(passed.seconds + round_s)
@@ -373,7 +392,12 @@ class GoodputController:
         if trial == "comparing":
             counts = self._is_as_decided(decision, kind) and self._is_comparable(observation, decision)
         if round_s > 0.0 and self._trials.note_round(
-            round_s, lost_s, counts=counts, num_passed=passed.num_rounds, passed_s=passed.seconds
+            round_s,
+            lost_s,
+            counts=counts,
+            is_spent=not self._settling.is_catching_up,
+            num_passed=passed.num_rounds,
+            passed_s=passed.seconds,
         ):
             self._rhythm.note_trial_end()
             if trial == "auditing":

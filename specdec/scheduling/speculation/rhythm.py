@@ -15,10 +15,10 @@ from specdec.scheduling.speculation.pace import Pace
 from specdec.scheduling.state import Schedulable
 
 _EARLY_ROUNDS = 32
-_LOOKED_AT_EVERY_S = 0.004
+_LOOKED_AT_EVERY_S = 0.02
 """Of plain rounds that are as they were, one in so many seconds is looked at: to look at one takes 0.02 to
-0.04 ms, which is a twentieth of the shortest ones."""
-LONGEST_PASSED_OVER_S = 0.0015
+0.05 ms, which is a tenth of the shortest ones, and a hundredth of those of 5 ms."""
+LONGEST_PASSED_OVER_S = 0.01
 """Of rounds that usually take longer all are looked at."""
 _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
 """After so many seconds a decision is thought over, if there were enough rounds."""
@@ -85,6 +85,11 @@ class Rhythm:
             return True
         return self.since_decision_s >= self._calm * (_DECISION_S + _DECISION_S_PER_SEQUENCE * num_sequences)
 
+    @property
+    def is_too_soon(self) -> bool:
+        """Whether deciding again would take too much of the time, if nothing asks for it."""
+        return self.since_decision_s < self.deciding.interval_s
+
     def still_holds(self, decision: Decision, sequences: Sequence[Schedulable]) -> bool:
         """Whether a decision is one for this batch, too, of which some may have gone and some have come."""
         index = decision.index
@@ -92,7 +97,7 @@ class Rhythm:
         num_gone = len(index) - (len(sequences) - len(newcomers))
         if not newcomers and not num_gone:
             return True
-        if self.since_decision_s >= self.deciding.interval_s:
+        if not self.is_too_soon:
             is_plain = decision.option.kind == "plain"
             return max(len(newcomers), num_gone) <= (len(index) // _MUCH_THE_SAME if is_plain else 0)
         return is_as_large(len(sequences), len(index)) and not any(

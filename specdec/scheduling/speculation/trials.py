@@ -88,6 +88,9 @@ class Trials:
         """Trials that have not been made yet in it."""
         self._rounds_left = self._fewest = 0
         self._num_counted = 0
+        self._num_spent = 0
+        self._has_caught_up = False
+        """Whether the trial that is on has paid for rounds that it did not have."""
         self._lost_s = self._spent_s = 0.0
         """By the trial that is on, as the number of its rounds: of those that count."""
         self._to_pay_s = 0.0
@@ -142,7 +145,8 @@ class Trials:
         self._first.discard(trial)
         self._rounds_left = min(length.most, affordable)
         self._fewest = length.fewest
-        self._num_counted = 0
+        self._num_counted = self._num_spent = 0
+        self._has_caught_up = False
         self._lost_s = self._spent_s = self._to_pay_s = 0.0
         self._num_rounds_since = 0
         self._seconds_since = 0.0
@@ -153,6 +157,7 @@ class Trials:
         lost_s: float,
         *,
         counts: bool = True,
+        is_spent: bool = True,
         num_passed: int = 0,
         passed_s: float = 0.0,
     ) -> bool:
@@ -163,6 +168,8 @@ class Trials:
             lost_s: in a trial, how much longer than its tokens would have taken as usual.
             counts: whether a trial's round is one as many would be, not one of a change; of a comparison,
                 whether it tells of the other mode.
+            is_spent: whether it is one of the rounds that a trial has. It is paid for in any case; but what
+                was paid for one that is not should not be in vain.
             num_passed: rounds before it that were not looked at.
             passed_s: what those took.
 
@@ -188,12 +195,15 @@ class Trials:
             to_pay_s = max(0.0, self._to_pay_s) - paid_s
         allowances[purse] = max(allowances[purse] - to_pay_s, -_LARGEST_DEBT * round_s)
         self.num_rounds[self.current] += 1
-        self._rounds_left -= 1
+        self._rounds_left -= is_spent
+        self._num_spent += is_spent
+        self._has_caught_up |= not is_spent
         if counts:
             self._num_counted += 1
             self._lost_s += lost_s
             self._spent_s += round_s
-        if self._rounds_left > 0 and allowances[purse] > 0.0 and not self._has_answer():
+        is_affordable = allowances[purse] > 0.0 or (self._has_caught_up and self._num_spent < self._fewest)
+        if self._rounds_left > 0 and is_affordable and not self._has_answer():
             return False
         self._end(self.current)
         return True

@@ -366,7 +366,9 @@ def _plain_round(controller: GoodputController, sequences: Sequence[Schedulable]
     )
 
 
-@pytest.mark.parametrize(("round_s", "share"), [(0.0005, 1 / 9), (0.001, 1 / 5), (0.005, 1.0)])
+@pytest.mark.parametrize(
+    ("round_s", "share"), [(0.0005, 1 / 41), (0.001, 1 / 21), (0.005, 1 / 5), (0.02, 1.0)]
+)
 def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
     round_s: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,7 +388,7 @@ def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
     for _ in range(900):  # and no decision, with which something may be tried
         _plain_round(controller, sequences, round_s)
     controller._learn_observed()
-    assert controller._round - first == pytest.approx(900, abs=9)
+    assert controller._round - first == pytest.approx(900, abs=1 / share)
     assert len(looked_at) == pytest.approx(share * 900, rel=0.05)
 
 
@@ -513,6 +515,25 @@ def test_acceptance_that_comes_back_is_noticed(name: str, number: int) -> None:
     rates = fixed_rates(name, number, 128, 0.95, MODES)
     world.run(controller, 3200)
     assert world.run(controller, 300).rate >= 0.94 * max(rates.values())
+
+
+@pytest.mark.parametrize(("is_told", "least", "most"), [(True, FLOOR, 1.1), (False, 0.0, 0.8)])
+def test_reading_what_was_missed_is_not_taken_for_drafting(
+    is_told: bool, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rounds behind a while without drafts are long: the drafter reads what was committed.
+
+    Whoever is not told takes that for what drafts cost, in each probe anew, and stays without them.
+    """
+    controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
+    if not is_told:
+        monkeypatch.setattr(RoundObservation, "is_behind", False)
+    world = world_of(COSTS["expensive"], 4, chance=0.02, reading_s=3e-5, lifetime=400)
+    world.run(controller, 600)
+    world.acceptance = lambda _round, _request: 0.9
+    world.run(controller, 1800)
+    best = max(fixed_rates("expensive", 4, 128, 0.9, ("lockstep",)).values())
+    assert least * best <= world.run(controller, 300).rate <= most * best
 
 
 def test_a_drafter_that_dies_and_comes_back() -> None:

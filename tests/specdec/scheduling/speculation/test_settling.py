@@ -11,7 +11,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settling import Settling, kind_of, num_unsettled
 
 
-def round_of(mode: OverlapMode = "lockstep", budget: int = 0) -> RoundObservation:
+def round_of(mode: OverlapMode = "lockstep", budget: int = 0, num_behind: int = 0) -> RoundObservation:
     return RoundObservation(
         num_rows=1,
         num_sequences=1,
@@ -21,6 +21,7 @@ def round_of(mode: OverlapMode = "lockstep", budget: int = 0) -> RoundObservatio
         outcomes=[],
         mode=mode,
         budgets={RequestId("a"): budget},
+        num_behind=num_behind,
     )
 
 
@@ -79,3 +80,23 @@ def test_it_is_calm_once_a_few_plain_rounds_have_run_alone() -> None:
         settling.note(round_of())
         calm.append(settling.is_calm)
     assert calm[6:] == [False, False, True, True]
+
+
+def test_a_drafter_that_reads_what_was_committed_without_it_says_nothing_of_drafting() -> None:
+    settling = Settling()
+    says_something = []
+    for num_behind in (0, 20, 20, 2, 20):  # the last one: nothing had been left out just before
+        settling.note(round_of(budget=2 if says_something else 0, num_behind=num_behind))
+        says_something.append(settling.is_alike)
+        assert settling.is_catching_up is not settling.is_alike
+    assert says_something == [True, False, False, True, True]
+
+
+def test_a_drafter_that_always_has_more_to_read_is_slow() -> None:
+    settling = Settling()
+    settling.note(round_of())
+    catching_up = []
+    for _ in range(40):
+        settling.note(round_of(budget=1, num_behind=20))
+        catching_up.append(settling.is_catching_up)
+    assert catching_up == [True] * 32 + [False] * 8

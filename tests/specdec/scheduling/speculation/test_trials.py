@@ -195,3 +195,18 @@ def test_a_probe_pays_for_what_all_its_rounds_have_lost_together() -> None:
         left[name] = trials._allowances["others"] / ROUND_S
     assert left["as lucky as not"] == pytest.approx(4.0 + 0.004 * 24 + 2.0, abs=0.2)
     assert left["unlucky"] < 3.0
+
+
+def test_what_was_paid_to_catch_up_is_not_in_vain() -> None:
+    """A probe for which a drafter had much to read has its rounds all the same, however much that was."""
+    for is_spent, expected in ((True, 1), (False, 4)):
+        trials = Trials(0.01)
+        rounds(trials, 60)
+        trials.begin("probing", LENGTH, 0.0001)
+        assert trials.current == "probing"
+        number = 1
+        is_over = trials.note_round(ROUND_S, 20 * ROUND_S, is_spent=is_spent)
+        while not is_over:
+            is_over = trials.note_round(ROUND_S, 0.0)
+            number += 1
+        assert number == expected

@@ -236,6 +236,8 @@ class World:
     """draft_ahead: acceptance of tokens that stand in where nothing was prepared; None: nothing does."""
     beside: float = 1.0
     """Drafter and target both take so many times as long where they work at the same time."""
+    reading_s: float = 0.0
+    """What the drafter takes for each token that was committed while it was not asked to draft."""
     admission_s: float = 0.0
     """What rounds take longer for each request that comes, and reads its prompt in them."""
     slowness: Callable[[float], float] = lambda _now_s: 1.0
@@ -251,6 +253,8 @@ class World:
         self._names = itertools.count()
         self._prompts: dict[RequestId, int] = {}
         self._has_drafts: set[RequestId] = set()
+        self._read: dict[RequestId, int] = {}
+        """Committed tokens of a request when it was last drafted for, or came."""
         self._verdicts_ahead: list[AheadOutcome] = []
         self._was_ahead = False
         """Whether continuations were prepared in the last round."""
@@ -294,6 +298,7 @@ class World:
             one.has_own_kv_budget = not self.picks_budgets
             one.class_name = self.class_names[len(self._prompts) % len(self.class_names)]
             self._prompts[one.request_id] = prompt
+            self._read[one.request_id] = one.committed_len
             self.requests.append(one)
         return num_new
 
@@ -336,6 +341,8 @@ class World:
         verify_s = self.costs.verifying(contexts, drafted, sum(stood))
         overhead_s = self.costs.overhead(len(requests)) + self._num_new * self.admission_s
         asked_s = 0.0 if is_prepared else self.costs.drafting(chosen, attended)
+        num_behind = self._num_behind(requests, chosen) if mode == "lockstep" else 0
+        asked_s += num_behind * self.reading_s
         ahead_s, self._was_ahead = 0.0, False
         if mode == "draft_ahead":
             fans = [
@@ -383,11 +390,21 @@ class World:
                 context_tokens=int(context),
                 num_prompt_rows=self._num_new if self.admission_s else 0,
                 budgets={one: k for one, k in budgets.items() if k},
+                num_behind=num_behind,
                 draft_ready_s=(asked_s or ahead_s) * draft_luck if any(chosen) else None,
                 ahead=told_ahead,
             )
         )
         controller.think()
+
+    def _num_behind(self, requests: Sequence[FakeRequest], chosen: Sequence[int]) -> int:
+        """Have the drafter read what it has not read of those that it drafts for."""
+        num_behind = 0
+        for one, k in zip(requests, chosen, strict=True):
+            if k:
+                num_behind += max(0, one.committed_len - self._read[one.request_id] - 2 - k)
+                self._read[one.request_id] = one.committed_len
+        return num_behind
 
     def _launch_cohort(self, controller: SpeculationController) -> bool:
         """Send off a round of those that are in no other, if there are any, at most half of all.
