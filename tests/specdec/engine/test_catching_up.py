@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
 
+from specdec.core.clock import MonotonicClock
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
+from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
 from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.timed_controller import TimedController
 from specdec.engine.toy_runner import ToyRunner
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.sampler import Sampler
-from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.controller import FixedController, RoundObservation
+from specdec.scheduling.state import Schedulable
 from specdec.transport.memory import Faults
 from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster, a_request
 from tests.specdec.engine.test_draft_server import Bench, entry
 from tests.specdec.engine.test_look_ahead import wish
 from tests.specdec.engine.test_remote_proposer import FreeSequence, budgets, scripted, sequence
+from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
 
 
 def runner(num_blocks: int = 1024) -> ToyRunner:
@@ -176,3 +181,39 @@ def test_a_text_that_finds_no_room_is_answered_at_once() -> None:
         (True, 0),
     ]
     assert not bench.server.has_waiting
+
+
+class _OffAtFirst(FixedController):
+    """Drafts nothing for a while, and keeps what it is told of rounds with drafts."""
+
+    def __init__(self, num_rounds_off: int) -> None:
+        super().__init__(3)
+        self._num_rounds_off = num_rounds_off
+        self.heard: list[RoundObservation] = []
+
+    def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
+        chosen = super().choose(decoding, elsewhere)
+        self._num_rounds_off -= 1
+        return chosen if self._num_rounds_off < 0 else [0] * len(chosen)
+
+    def observe(self, observation: RoundObservation) -> None:
+        if observation.budgets:
+            self.heard.append(observation)
+
+
+def test_a_controller_is_told_how_much_a_draft_model_had_to_read_first() -> None:
+    drafting = ToyRunner(MODEL, num_blocks=256, max_model_len=512)
+    drafter = DraftModelProposer(drafting, Sampler(), vocab_size=VOCAB_SIZE, max_read_tokens=64)
+    controller = _OffAtFirst(100)
+    engine = toy_engine(drafter)
+    engine._rounds._controller = TimedController(controller, MonotonicClock())
+    params = SamplingParams(temperature=0.0, max_tokens=160)
+    for name in ("a", "b"):
+        engine.add_request(request(name, (1, 2, 3), params))
+    while engine.has_work:
+        engine.step()
+    behind = [(observation.num_behind, observation.is_behind) for observation in controller.heard]
+    # Each reads nearly a hundred tokens, 64 in a call: one after the other.
+    assert behind[0][0] == pytest.approx(2 * 96, abs=8)
+    assert [is_behind for _, is_behind in behind[:3]] == [True, True, True]
+    assert not any(is_behind for _, is_behind in behind[4:])
