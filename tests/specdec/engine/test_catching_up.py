@@ -21,11 +21,11 @@ from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.scheduling.state import Schedulable
 from specdec.transport.memory import Faults
+from tests.specdec.engine import toy_engines
 from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster, a_request
 from tests.specdec.engine.test_draft_server import Bench, entry
 from tests.specdec.engine.test_look_ahead import wish
 from tests.specdec.engine.test_remote_proposer import FreeSequence, budgets, scripted, sequence
-from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
 
 
 def runner(num_blocks: int = 1024) -> ToyRunner:
@@ -202,14 +202,14 @@ class _OffAtFirst(FixedController):
 
 
 def test_a_controller_is_told_how_much_a_draft_model_had_to_read_first() -> None:
-    drafting = ToyRunner(MODEL, num_blocks=256, max_model_len=512)
-    drafter = DraftModelProposer(drafting, Sampler(), vocab_size=VOCAB_SIZE, max_read_tokens=64)
+    drafting = ToyRunner(toy_engines.MODEL, num_blocks=256, max_model_len=512)
+    drafter = DraftModelProposer(drafting, Sampler(), vocab_size=toy_engines.VOCAB_SIZE, max_read_tokens=64)
     controller = _OffAtFirst(100)
-    engine = toy_engine(drafter)
+    engine = toy_engines.toy_engine(drafter)
     engine._rounds._controller = TimedController(controller, MonotonicClock())
     params = SamplingParams(temperature=0.0, max_tokens=160)
     for name in ("a", "b"):
-        engine.add_request(request(name, (1, 2, 3), params))
+        engine.add_request(toy_engines.request(name, (1, 2, 3), params))
     while engine.has_work:
         engine.step()
     behind = [(observation.num_behind, observation.is_behind) for observation in controller.heard]

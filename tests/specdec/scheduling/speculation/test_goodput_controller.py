@@ -432,7 +432,7 @@ def test_a_round_is_learnt_from_before_the_next_decision_though_nobody_lets_it_t
         controller.choose(sequences)
         if len(decided) > num_decided:
             seen.append(number)
-        _plain_round(controller, sequences, 0.002)
+        _plain_round(controller, sequences, 0.012)  # so long that all are looked at
     assert len(seen) > 5
     assert decided == seen, "of all rounds that there had been"
 

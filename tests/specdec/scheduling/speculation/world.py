@@ -237,7 +237,8 @@ class World:
     beside: float = 1.0
     """Drafter and target both take so many times as long where they work at the same time."""
     reading_s: float = 0.0
-    """What the drafter takes for each token that was committed while it was not asked to draft."""
+    """What the drafter takes for each token that was committed while it was not asked to draft; 0: it has
+    nothing to read."""
     admission_s: float = 0.0
     """What rounds take longer for each request that comes, and reads its prompt in them."""
     slowness: Callable[[float], float] = lambda _now_s: 1.0
@@ -341,7 +342,7 @@ class World:
         verify_s = self.costs.verifying(contexts, drafted, sum(stood))
         overhead_s = self.costs.overhead(len(requests)) + self._num_new * self.admission_s
         asked_s = 0.0 if is_prepared else self.costs.drafting(chosen, attended)
-        num_behind = self._num_behind(requests, chosen) if mode == "lockstep" else 0
+        num_behind = self._num_behind(requests, chosen) if self.reading_s and mode == "lockstep" else 0
         asked_s += num_behind * self.reading_s
         ahead_s, self._was_ahead = 0.0, False
         if mode == "draft_ahead":
