@@ -42,6 +42,14 @@ def load(source: Path, cache_dir: Path) -> ctypes.CDLL:
     return load_library(source, cache_dir)
 
 
+@pytest.fixture
+def filled(source: Path, tmp_path: Path) -> Path:
+    """A cache with the library in it."""
+    cache_dir = tmp_path / "cache"
+    load(source, cache_dir)
+    return cache_dir
+
+
 def built(cache_dir: Path) -> list[Path]:
     return sorted(cache_dir.glob("*.so"))
 
@@ -65,21 +73,18 @@ def test_a_second_start_builds_nothing(source: Path, tmp_path: Path, monkeypatch
     assert [path.suffix for path in sorted(cache_dir.iterdir())] == [".lock", ".sha256", ".so"]
 
 
-def test_a_changed_source_is_built_beside_the_old(source: Path, tmp_path: Path) -> None:
-    cache_dir = tmp_path / "cache"
-    load(source, cache_dir)
+def test_a_changed_source_is_built_beside_the_old(filled: Path, source: Path) -> None:
     source.write_text(SOURCE.format(42), encoding="ascii")
-    assert load(source, cache_dir).answer() == 42
-    assert len(built(cache_dir)) == 2
+    assert load(source, filled).answer() == 42
+    assert len(built(filled)) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten", "no digest", "garbled digest"])
-def test_a_damaged_library_is_built_again(source: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_library_is_built_again(filled: Path, source: Path, tmp_path: Path, damage: str) -> None:
     # Not the folder of a library that this process has loaded: that file must not change under it.
-    cache_dir, copy = tmp_path / "cache", tmp_path / "copy"
-    load(source, cache_dir)
+    copy = tmp_path / "copy"
     copy.mkdir()
-    for path in cache_dir.iterdir():
+    for path in filled.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     (library,) = built(copy)
     digest = library.with_suffix(".sha256")
@@ -122,23 +127,20 @@ def test_a_cache_folder_that_cannot_be_written_is_named(source: Path, tmp_path: 
 
 
 def test_a_filled_cache_needs_no_compiler(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_dir = tmp_path / "cache"
-    load(source, cache_dir)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert load(source, cache_dir).answer() == 41
+    assert load(source, filled).answer() == 41
     source.write_text(SOURCE.format(42), encoding="ascii")
     with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler found \(CXX=no-such-compiler\)"):
-        load(source, cache_dir)  # that of other sources is none
+        load(source, filled)  # that of other sources is none
 
 
 def test_without_a_compiler_what_is_damaged_is_not_loaded(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_dir, copy = tmp_path / "cache", tmp_path / "copy"
-    load(source, cache_dir)
-    shutil.copytree(cache_dir, copy)
+    copy = tmp_path / "copy"
+    shutil.copytree(filled, copy)
     (library,) = built(copy)
     library.write_bytes(library.read_bytes()[:-1])
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -148,31 +150,27 @@ def test_without_a_compiler_what_is_damaged_is_not_loaded(
 
 
 def test_a_filled_cache_is_loaded_without_a_lock(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write to any folder, so that permissions would show nothing here."""
-    cache_dir = tmp_path / "cache"
-    load(source, cache_dir)
     monkeypatch.setattr(native, "_locked", lambda path: pytest.fail("locked"))
-    assert load(source, cache_dir).answer() == 41
+    assert load(source, filled).answer() == 41
 
 
 def test_where_none_can_be_built_another_compilers_library_will_do(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_dir = tmp_path / "cache"
-    load(source, cache_dir)
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "g++ 99"))
-    assert load(source, cache_dir).answer() == 41
-    assert len(built(cache_dir)) == 2, "another compiler builds its own"
+    assert load(source, filled).answer() == 41
+    assert len(built(filled)) == 2, "another compiler builds its own"
 
     def read_only(path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
     monkeypatch.setattr(native, "_locked", read_only)
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "g++ 100"))
-    assert load(source, cache_dir).answer() == 41
-    assert len(built(cache_dir)) == 2
+    assert load(source, filled).answer() == 41
+    assert len(built(filled)) == 2
 
 
 def test_clang_is_refused_by_name(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +195,9 @@ def test_what_cannot_be_loaded_is_not_kept(
 
 
 def test_a_filled_cache_is_kept_where_nothing_could_replace_it(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache_dir = tmp_path / "cache"
-    load(source, cache_dir)
-    (library,) = built(cache_dir)
+    (library,) = built(filled)
     monkeypatch.setenv("CXX", "no-such-compiler")
 
     def cannot_map(path: str) -> None:
@@ -209,8 +205,8 @@ def test_a_filled_cache_is_kept_where_nothing_could_replace_it(
 
     monkeypatch.setattr("ctypes.CDLL", cannot_map)
     with pytest.raises(NativeUnavailable, match=r"cannot load .*failed to map"):
-        load(source, cache_dir)
-    assert built(cache_dir) == [library]
+        load(source, filled)
+    assert built(filled) == [library]
 
 
 def test_a_compiler_that_cannot_be_run_says_so(
