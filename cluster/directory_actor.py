@@ -31,7 +31,7 @@ _START_REPORT_S = 15.0
 _MIN_QUIET_S = 60.0
 """A directory that nobody has called for so long, at least, ends itself."""
 _HEAD_NODE = "node:__internal_head__"
-"""What the head node alone has of, by Ray itself; Serve's controller has its place by it."""
+"""A resource that Ray gives to the head node alone; Serve's controller has its place by it."""
 _LOOKS_PER_QUIET = 20
 
 

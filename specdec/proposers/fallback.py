@@ -22,6 +22,7 @@ from specdec.proposers.base import (
     AsksOthers,
     Proposer,
     ProposerCapabilities,
+    ReadsAlong,
     counters_of,
 )
 
@@ -46,6 +47,7 @@ class FallbackProposer:
         self._fallback = fallback
         self._ahead = primary if isinstance(primary, AsksAhead) else None
         self._asks = primary if isinstance(primary, AsksOthers) else None
+        self._reader = primary if isinstance(primary, ReadsAlong) else None
 
     @property
     def capabilities(self) -> ProposerCapabilities:
@@ -98,6 +100,10 @@ class FallbackProposer:
     def take_asking_s(self) -> float:
         """See `AsksOthers`. A lookup is drafting."""
         return 0.0 if self._asks is None else self._asks.take_asking_s()
+
+    def num_unread(self, view: SequenceView) -> int:
+        """See `ReadsAlong`. A lookup reads nothing before it is asked."""
+        return 0 if self._reader is None else self._reader.num_unread(view)
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences in both."""

@@ -106,6 +106,10 @@ class LearningProposer:
             weights = self._drafter.stage_weights(self._newest.weights)
             self._staged = _Staged(self._newest.number, weights)
 
+    def num_unread(self, view: SequenceView) -> int:
+        """See `proposers.base.ReadsAlong`."""
+        return self._drafter.num_unread(view)
+
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:

@@ -17,6 +17,8 @@ from specdec.engine.remote_proposer import RemoteProposer
 from specdec.engine.timed_controller import TimedController
 from specdec.engine.toy_runner import ToyRunner
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.fallback import FallbackProposer
+from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.scheduling.state import Schedulable
@@ -201,11 +203,13 @@ class _OffAtFirst(FixedController):
             self.heard.append(observation)
 
 
-def test_a_controller_is_told_how_much_a_draft_model_had_to_read_first() -> None:
+@pytest.mark.parametrize("stands_in", [False, True], ids=["alone", "with_a_lookup_behind_it"])
+def test_a_controller_is_told_how_much_a_draft_model_had_to_read_first(stands_in: bool) -> None:
     drafting = ToyRunner(toy_engines.MODEL, num_blocks=256, max_model_len=512)
     drafter = DraftModelProposer(drafting, Sampler(), vocab_size=toy_engines.VOCAB_SIZE, max_read_tokens=64)
     controller = _OffAtFirst(100)
-    engine = toy_engines.toy_engine(drafter)
+    lookup = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
+    engine = toy_engines.toy_engine(FallbackProposer(drafter, lookup) if stands_in else drafter)
     engine._rounds._controller = TimedController(controller, MonotonicClock())
     params = SamplingParams(temperature=0.0, max_tokens=160)
     for name in ("a", "b"):
