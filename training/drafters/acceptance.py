@@ -6,14 +6,15 @@ token: so what would be drafted from every position of the finished text gives e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from rich.progress import track
 from transformers import PreTrainedModel
 
-from specdec.drafters.base import Drafter, TargetParts
+from specdec.drafters.base import Drafter, IndependentHeads, TargetParts
 from training.drafters.capture import Capture
 from training.drafters.drafting import Choose, accepted_per_round, draft_everywhere, unfold_chains
 from training.evaluation import acceptance_summary
@@ -21,6 +22,8 @@ from training.generation import gumbel_noise, noisy_choice, sample
 from training.progress import console
 
 TEMPERATURES = (0.0, 0.7)
+NUM_RANKS = 8
+"""Ranks that hits are counted by: children of a node in a tree."""
 
 
 Drafts = Callable[[torch.Tensor, Choose], torch.Tensor]
@@ -37,7 +40,7 @@ def evaluate_acceptance(
     seed: int = 0,
     temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> dict[str, Any]:
-    """Acceptance by position, per temperature; ``prompts`` int64 [N, P]."""
+    """Acceptance by position, per temperature, and hits by depth and rank; ``prompts`` int64 [N, P]."""
     limit = drafter.max_depth
     k = num_drafted if limit is None else min(num_drafted, limit)
     # As in training: weights are float32, and those of the target's that they compute with may not be.
@@ -49,7 +52,15 @@ def evaluate_acceptance(
             return draft_everywhere(drafter, hidden, text, k, choose)
 
     return measure_acceptance(
-        capture.model, drafts, prompts, num_generated=num_generated, k=k, seed=seed, temperatures=temperatures
+        capture.model,
+        drafts,
+        prompts,
+        num_generated=num_generated,
+        k=k,
+        seed=seed,
+        temperatures=temperatures,
+        # Heads that see no drafts say the same behind each path of a tree; others see their own drafts here.
+        num_standing_ranks=NUM_RANKS if isinstance(drafter, IndependentHeads) else 1,
     )
 
 
@@ -79,14 +90,18 @@ def measure_acceptance(
     k: int,
     seed: int,
     temperatures: tuple[float, ...] = TEMPERATURES,
+    num_standing_ranks: int = 0,
 ) -> dict[str, Any]:
-    """Acceptance by position of ``k`` drafts a round, per temperature; ``prompts`` int64 [N, P]."""
+    """Acceptance by position of ``k`` drafts a round, per temperature; ``prompts`` int64 [N, P].
+
+    With ``num_standing_ranks`` also `acceptance_by_depth`, of drafters that choose at every depth.
+    """
     return {
         str(temperature): {
             "k": k,
             "texts": len(prompts),
             "generated": num_generated,
-            **_at(target, drafts, prompts, num_generated, k, seed, temperature),
+            **_at(target, drafts, prompts, num_generated, k, seed, temperature, num_standing_ranks),
         }
         for temperature in temperatures
     }
@@ -95,21 +110,43 @@ def measure_acceptance(
 class _Choice:
     """Chooses drafts of one text as the target would: with the noise of the place that a draft would take."""
 
-    def __init__(self, temperature: float, noise: torch.Tensor | None, prompt_length: int) -> None:
-        """``noise`` float32 [generated, V], None at temperature 0."""
+    def __init__(
+        self,
+        temperature: float,
+        noise: torch.Tensor | None,
+        prompt_length: int,
+        text: torch.Tensor | None = None,
+    ) -> None:
+        """``noise`` float32 [generated, V], None at temperature 0. With the ``text``, int64 [T], ranks of its
+        tokens are noted.
+        """
         self._temperature = temperature
         self._noise = noise
         self._prompt_length = prompt_length
+        self._text = text
+        self.ranks: list[torch.Tensor] = []
+        """By depth, int64 [rows]: how many tokens would be chosen rather than the target's own."""
 
     def __call__(self, depth: int, logits: torch.Tensor) -> torch.Tensor:
         """int64 [1, R] of logits [1, R, V]; row t drafts the token at t + 2 + depth."""
         flat = logits[0].float().cpu()
         if self._noise is None:
+            self._note(depth, flat)
             return flat.argmax(dim=-1)[None].to(logits.device)
         places = torch.arange(len(flat)) + 2 + depth - self._prompt_length
         aligned = self._noise[places.clamp(0, len(self._noise) - 1)]
+        self._note(depth, flat / self._temperature + aligned)
         chosen = noisy_choice(flat, torch.full((len(flat),), self._temperature), aligned)
         return chosen[None].to(logits.device)
+
+    def _note(self, depth: int, scores: torch.Tensor) -> None:
+        if self._text is None:
+            return
+        own = self._text[2 + depth :, None]
+        scores, ids = scores[: len(own)], torch.arange(scores.shape[1])
+        own_scores = scores.gather(1, own)
+        before = (scores > own_scores) | ((scores == own_scores) & (ids < own))
+        self.ranks.append(before.sum(dim=1))
 
 
 @torch.no_grad()
@@ -121,6 +158,7 @@ def _at(
     k: int,
     seed: int,
     temperature: float,
+    num_standing_ranks: int,
 ) -> dict[str, Any]:
     num_rows, prompt_length = prompts.shape
     written = sample(
@@ -133,16 +171,50 @@ def _at(
     tokens = torch.cat([prompts, written], dim=1)
     vocab_size = TargetParts.of(target).vocab_size
     rounds: list[int] = []
+    ranks: list[list[torch.Tensor]] = []
     described = f"drafting at temperature {temperature}"
     for row in track(range(num_rows), described, console=console, transient=True):
         own = tokens[row : row + 1].to(target.device)
         noise = None
         if temperature > 0:
             noise = _noise(seed, num_generated, num_rows, row, vocab_size)
-        drafted = drafts(own, _Choice(temperature, noise, prompt_length))[0].cpu()
+        text = tokens[row] if num_standing_ranks else None
+        choice = _Choice(temperature, noise, prompt_length, text)
+        drafted = drafts(own, choice)[0].cpu()
+        ranks.append([of_depth[prompt_length - 1 :] for of_depth in choice.ranks])
         true = torch.stack([_shifted(tokens[row], 2 + depth) for depth in range(k)], dim=-1)
         rounds += accepted_per_round(drafted == true[: len(drafted)], prompt_length - 1)
-    return acceptance_summary(rounds, k)
+    summary = acceptance_summary(rounds, k)
+    if num_standing_ranks:
+        summary["acceptance_by_depth"] = acceptance_by_depth(ranks, num_standing_ranks)
+    return summary
+
+
+def acceptance_by_depth(
+    ranks: Sequence[Sequence[torch.Tensor]], num_standing_ranks: int
+) -> list[list[float]]:
+    """Return how often the child of each rank stands where its parent does, by depth: a tree's `acceptance`.
+
+    ``ranks``: by text and depth, int64 [positions], that of the target's own token. Parents are those of the
+    first ``num_standing_ranks`` ranks, at each depth before: 1 where it is not known what would be drafted
+    behind others than the likeliest.
+    """
+    rates: list[list[float]] = []
+    for depth in range(max(map(len, ranks), default=0)):
+        hits, num_parents = torch.zeros(NUM_RANKS, dtype=torch.int64), 0
+        for text in ranks:
+            number = len(text[depth])
+            stands = torch.ones(number, dtype=torch.bool)
+            for before in text[:depth]:
+                stands &= before[:number] < num_standing_ranks
+            standing = text[depth][stands]
+            hits += torch.bincount(standing.clamp(max=NUM_RANKS), minlength=NUM_RANKS + 1)[:NUM_RANKS]
+            num_parents += len(standing)
+        if num_parents == 0:
+            break
+        # Rounded down: together they are no more than 1.
+        rates.append([math.floor(1e4 * count / num_parents) / 1e4 for count in hits.tolist()])
+    return rates
 
 
 def _noise(seed: int, num_generated: int, num_rows: int, row: int, vocab_size: int) -> torch.Tensor:

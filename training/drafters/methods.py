@@ -157,10 +157,10 @@ class Eagle3Training(_TrainingOf[Eagle3]):
     def __init__(self, recipe: DrafterRecipe, target: TargetParts, counts: torch.Tensor) -> None:
         self._recipe = recipe
         layers = recipe.fused_layers or default_fused_layers(target.num_layers)
-        if min(layers) < 0 or max(layers) >= target.num_layers or layers[0] == 1:
+        if min(layers) < 0 or max(layers) >= target.num_layers:
             raise ConfigError(
                 f"--fused-layers {','.join(map(str, layers))}: the target has {target.num_layers} layers; "
-                f"states are those after 0 to {target.num_layers - 1} layers, and 1 cannot be the first"
+                f"states are those after 0 to {target.num_layers - 1} layers"
             )
         settings = Eagle3Settings(
             config=llama_layers(target, 1),

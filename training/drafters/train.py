@@ -41,3 +41,8 @@ def _require_layout(recipe: DrafterRecipe, options: TrainOptions) -> None:
     if options.layout != "published" and not held:
         what = "several MTP modules" if recipe.num_modules > 1 else recipe.method
         raise ConfigError(f"--format {options.layout} does not hold {what}: give published")
+    if options.layout == "published" and recipe.fused_layers and recipe.fused_layers[0] == 1:
+        raise ConfigError(
+            f"--fused-layers {','.join(map(str, recipe.fused_layers))}: engines read others from --format "
+            "published where 1 is the first: give --format speculators, or another order"
+        )

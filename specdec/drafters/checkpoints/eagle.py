@@ -12,15 +12,19 @@ from pathlib import Path
 import torch
 
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.borrowed import embedding_rows, has_own, stored_beside
+from specdec.drafters.checkpoints.described import described
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.checkpoints.layers import match_biases, read_layer_config
 from specdec.drafters.eagle import Eagle
 
+_EMBEDDINGS = "embed_tokens.weight"
+
 
 def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Eagle:
-    """Read the head of `folder`.
+    """Read the head of `folder`; embeddings in it that are the target's are not kept twice.
 
     Raises:
         CheckpointError: naming the key or tensor at fault.
@@ -34,11 +38,13 @@ def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
     if keys.content.get("bias") is not None and keys.flag("bias", default=True) != has_bias:
         holds = "hold" if has_bias else "lack"
         raise keys.wrong("bias", f"the weights {holds} {prefix}fc.bias")
+    embeddings = f"{prefix}{_EMBEDDINGS}"
     drafter = Eagle(
         target,
         config,
         has_bias=has_bias,
-        has_embeddings=f"{prefix}embed_tokens.weight" in folder.shapes,
+        has_embeddings=embeddings in folder.shapes
+        and has_own(folder, [embeddings], target, embedding_rows(target)),
     )
     for index, layer in enumerate(drafter.layers):
         match_biases(layer.self_attn, folder, f"{prefix}layers.{index}.")
@@ -46,18 +52,22 @@ def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
         drafter,
         folder,
         lambda name: prefix + name,
-        is_ignored=lambda name: name == "lm_head.weight" or is_rotary_buffer(name),
+        is_ignored=lambda name: name in (embeddings, "lm_head.weight") or is_rotary_buffer(name),
         dtype=dtype,
     )
 
 
 def save_eagle(drafter: Eagle, folder: Path) -> None:
-    """Write the head."""
-    config = drafter.config.to_dict() | {
+    """Write the head, with the embeddings that it computes with: EAGLE-1's own code takes no file without."""
+    config = described(drafter.config) | {
         "architectures": ["LlamaForCausalLM"],
         "bias": drafter.fc.bias is not None,
+        "tie_word_embeddings": False,
     }
-    write_drafter(folder, config, drafter.state_dict())
+    tensors = drafter.state_dict()
+    if drafter.embed_tokens is None:
+        tensors[_EMBEDDINGS] = stored_beside(drafter, embedding_rows(drafter.target))
+    write_drafter(folder, config, tensors)
 
 
 def name_prefix(folder: DrafterFolder, name: str) -> str:

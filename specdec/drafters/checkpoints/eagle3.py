@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.described import described
 from specdec.drafters.checkpoints.eagle import name_prefix
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import check_shapes, fit, is_rotary_buffer
@@ -66,7 +67,9 @@ def read_eagle3(
     )
     layer.check_target(target)
     vocabulary = _read_vocabulary(folder, target, keys, layer)
-    settings = _read_settings(folder, target, keys, config, is_whole=vocabulary is None)
+    settings = _read_settings(
+        folder, target, keys, config, is_whole=vocabulary is None, is_speculators=layer is not keys
+    )
     drafter = Eagle3(target, settings, vocabulary)
     match_biases(drafter.midlayer.self_attn, folder, outer + midlayer)
 
@@ -127,8 +130,12 @@ def _read_settings(
     config: PretrainedConfig,
     *,
     is_whole: bool,
+    is_speculators: bool,
 ) -> Eagle3Settings:
-    """Read everything but layer and vocabulary; `is_whole`: that is the target's, in its order."""
+    """Read everything but layer and vocabulary; `is_whole`: that is the target's, in its order.
+
+    `is_speculators`: config.json says that it is in that format.
+    """
     keys_of_target = keys.positive("target_hidden_size", config.hidden_size)
     keys.check_target(target, keys_of_target)
     prefix = name_prefix(folder, "fc.weight")
@@ -152,7 +159,7 @@ def _read_settings(
         )
     return Eagle3Settings(
         config=config,
-        fused_layers=_fused_layers(keys, eagle, target),
+        fused_layers=_fused_layers(keys, eagle, target, is_speculators=is_speculators),
         norm_before_residual=keys.flag("norm_before_residual", default=False),
         norm_before_fc=norm_before_fc,
         fc_norm=bool(normed),
@@ -165,14 +172,14 @@ def _read_settings(
     )
 
 
-def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ...]:
+def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts, *, is_speculators: bool) -> tuple[int, ...]:
     """Return which states are fused, as `Drafter.hidden_layers` counts.
 
     Ids in `eagle_config` are SpecForge's and SGLang's: outputs of layers, counted from 0, which is one less
     than ours (-1: the embeddings). Those at the top are vLLM's and `speculators`': inputs of layers, which
-    count like ours; but lists that begin with 1 were carried there from `eagle_config` as they were. Others
-    were carried into `eagle_config`: those that are the default of inputs, or have an id that is none of an
-    output, are inputs there, too.
+    count like ours; but outside of `speculators`, lists that begin with 1 were carried there from
+    `eagle_config` as they were. Others were carried into `eagle_config`: those that are the default of
+    inputs, or have an id that is none of an output, are inputs there, too.
 
     Raises:
         CheckpointError: the two do not mean the same layers, or the target does not have a layer.
@@ -180,7 +187,7 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
     inside, outside = eagle.integers(_LAYER_IDS, least=-1), keys.integers(_LAYER_IDS)
     if inside is not None:
         at, layers, kind = eagle, _behind(inside), "outputs"
-        meant = () if outside is None else (outside, _of_inputs(outside))
+        meant = () if outside is None else (outside, _of_inputs(outside, is_defined=is_speculators))
         num_layers = target.num_layers
         are_inputs = inside == default_fused_layers(num_layers) or num_layers in inside
         if are_inputs and min(inside) >= 0 and (outside is None or layers not in meant):
@@ -192,8 +199,15 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
                 f"{keys.prefix}{_LAYER_IDS} at the top is {list(outside)}: both must mean the same",
             )
     elif outside is not None:
-        at, layers = keys, _of_inputs(outside)
+        at, layers = keys, _of_inputs(outside, is_defined=is_speculators)
         kind = "inputs" if layers == outside else "outputs (they begin with 1)"
+        if is_speculators and outside[0] == 1:
+            logger.warning(
+                "%s: %s begin with 1 and are read as inputs of layers, as speculators defines them; of a "
+                "head that was converted with its ids of outputs each must be one more",
+                keys.path,
+                _LAYER_IDS,
+            )
     else:
         layers = default_fused_layers(target.num_layers)
         if min(layers) < 0:
@@ -213,8 +227,9 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts) -> tuple[int, ..
     return layers
 
 
-def _of_inputs(ids: tuple[int, ...]) -> tuple[int, ...]:
-    return _behind(ids) if ids[0] == 1 else ids
+def _of_inputs(ids: tuple[int, ...], *, is_defined: bool) -> tuple[int, ...]:
+    """Return the states that ids at the top mean; `is_defined`: they are inputs, whatever they begin with."""
+    return _behind(ids) if ids[0] == 1 and not is_defined else ids
 
 
 def _behind(ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -257,19 +272,31 @@ def _read_vocabulary(
 
 
 def save_eagle3(drafter: Eagle3, folder: Path) -> None:
-    """Write the head as SafeAILab and SpecForge do; fused layers for engines of either convention."""
+    """Write the head as SafeAILab and SpecForge do; fused layers for engines of either convention.
+
+    Raises:
+        CheckpointError: engines would not agree on which layers are fused.
+    """
     settings = drafter.settings
-    config: dict[str, Any] = settings.config.to_dict() | {
+    if settings.fused_layers[0] == 1:
+        raise CheckpointError(
+            f"{folder}: {_named(settings.fused_layers)} cannot be written as {_LAYER_IDS}: where these begin "
+            "with 1 engines read others; the layout of speculators holds them"
+        )
+    config: dict[str, Any] = described(settings.config) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": drafter.num_logits,
-        "target_hidden_size": drafter.target.hidden_size,
         "eagle_config": {
             "use_aux_hidden_state": True,
             _LAYER_IDS: [index - 1 for index in settings.fused_layers],
         },
         **stated_settings(settings),
     }
+    # SafeAILab's code takes the target's embeddings only where this key is missing.
+    config.pop("target_hidden_size", None)
+    if drafter.target.hidden_size != settings.config.hidden_size:
+        config["target_hidden_size"] = drafter.target.hidden_size
     write_drafter(folder, config, published_tensors(drafter, "midlayer."))
 
 
@@ -279,10 +306,8 @@ def stated_settings(settings: Eagle3Settings) -> dict[str, Any]:
         name: getattr(settings, name)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     }
-    if settings.fused_layers[0] == 1:
-        raise ValueError("fused layers that begin with 1 would be read as other ones")
-    stated[_LAYER_IDS] = list(settings.fused_layers)
-    return stated
+    # The LM head is not the embeddings, whatever it is in the target that layers are described by.
+    return stated | {_LAYER_IDS: list(settings.fused_layers), "tie_word_embeddings": False}
 
 
 def published_tensors(drafter: Eagle3, midlayer: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 `hydra_lm_head.pt` (or `.safetensors`): `hydra_mlp.{i}.{j}.{linear,res_connection}`, `hydra_lm_head.{i}`. With
 a prefix layer there are dropouts between the modules, without weights, which count: `hydra_mlp.{i}.{2j+1}`,
 `hydra_lm_head.{i}.1`, and `prefix_embeding_layer.{layers.0,norm}` (spelt so). The authors' state also holds
-the target's embeddings as `input_embed_fn`.
+the target's embeddings as `input_embed_fn`, and a prefix layer's own, which nobody reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.borrowed import stored_beside, weight_of
 from specdec.drafters.checkpoints.files import DrafterFolder, TensorFormat, write_drafter
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
@@ -21,7 +22,8 @@ from specdec.drafters.hydra import Hydra
 
 ARCHITECTURE_KEY = "hydra_head_arch"
 _ARCHITECTURES = {"mlp": False, "prefix-mlp": True}
-_BORROWED = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
+_BORROWED = "input_embed_fn.weight"
+_UNUSED = "prefix_embeding_layer.embed_tokens.weight"
 
 
 def load_hydra(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Hydra:
@@ -53,7 +55,7 @@ def load_hydra(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
         drafter,
         folder,
         lambda name: _published(name, drafter),
-        is_ignored=lambda name: name in _BORROWED or is_rotary_buffer(name),
+        is_ignored=lambda name: name in (_BORROWED, _UNUSED) or is_rotary_buffer(name),
         dtype=dtype,
     )
 
@@ -61,7 +63,7 @@ def load_hydra(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
 def save_hydra(
     drafter: Hydra, folder: Path, *, base_model: str, file_format: TensorFormat = "safetensors"
 ) -> None:
-    """Write the heads; `base_model` names the target they were made for."""
+    """Write the heads, with the target's embeddings; `base_model` names the target they were made for."""
     config = {
         "hydra_num_heads": len(drafter.mlps),
         "hydra_num_layers": drafter.num_layers,
@@ -74,6 +76,8 @@ def save_hydra(
         "model_type": "hydra",
     }
     tensors = {_published(name, drafter): tensor for name, tensor in drafter.state_dict().items()}
+    embeddings = stored_beside(drafter, weight_of(drafter.target.embeddings))
+    tensors |= dict.fromkeys((_BORROWED,) if drafter.prefix is None else (_BORROWED, _UNUSED), embeddings)
     write_drafter(folder, config, tensors, file_name=f"hydra_lm_head.{file_format}")
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.described import without_older_form
 from specdec.model.checkpoint import CONFIG_FILE
 
 _AUTO_CONFIG: Any = AutoConfig
@@ -81,7 +82,8 @@ class Keys:
         kind = kind or stated
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
             self.positive(name)
-        described = {name: value for name, value in self.content.items() if name != "model_type"}
+        described = without_older_form(self.content)
+        described.pop("model_type", None)
         if num_layers is not None:
             described["num_hidden_layers"] = num_layers
         if kind == "llama" != stated:

@@ -17,8 +17,10 @@ import torch
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.borrowed import has_own, stored_beside, weight_of
+from specdec.drafters.checkpoints.described import described
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter, write_tensors
-from specdec.drafters.checkpoints.fit import check_shapes, fit, is_rotary_buffer
+from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.mtp import Mtp
 
@@ -79,74 +81,49 @@ def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | No
     drafter = Mtp(
         target,
         num_modules=num_modules,
-        has_embeddings=has_own(folder, _of_layers(found, _EMBEDDINGS), target, target.embeddings),
-        has_head=has_own(folder, _of_layers(found, _HEAD), target, target.head),
+        has_embeddings=has_own(folder, _of_layers(found, _EMBEDDINGS), target, weight_of(target.embeddings)),
+        has_head=has_own(folder, _of_layers(found, _HEAD), target, weight_of(target.head)),
     )
     return _fit(drafter, folder, lambda name: _deepseek_name(name, first), "", dtype)
-
-
-def has_own(
-    folder: DrafterFolder, names: Sequence[str], target: TargetParts, borrowed: torch.nn.Module
-) -> bool:
-    """Whether what modules share, stored under `names` with each of them, is not the target's `borrowed`.
-
-    Raises:
-        CheckpointError: it has another shape, or is not the same in all modules.
-    """
-    first, *others = names
-    stored = [name for name in names if name in folder.shapes]
-    check_shapes(folder, dict.fromkeys(stored, (target.vocab_size, target.hidden_size)))
-    weight = borrowed.weight
-    assert isinstance(weight, torch.Tensor)
-
-    def read(name: str) -> torch.Tensor:
-        return folder.read([name])[name].to(weight.device, weight.dtype)
-
-    common = read(first) if first in stored else weight
-    for name in others:
-        if name in stored and not torch.equal(read(name), common):
-            other = first if first in stored else "that of the target"
-            raise CheckpointError(
-                f"{folder.path}: tensor {name} is not {other}, and MTP modules share it: several are not "
-                "supported"
-            )
-    return common is not weight and not torch.equal(common, weight)
 
 
 def save_mtp(drafter: Mtp, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write the modules beside the target in `folder`, in DeepSeek-V3's layout.
 
-    `dtype` is what is stored; None: as they are. config.json must say `num_nextn_predict_layers`.
+    `dtype` is what is stored; None: that of the modules. config.json must say `num_nextn_predict_layers`.
     """
-    first = drafter.first_layer
-    tensors = _own_tensors(drafter)
-    for index in range(first, first + len(drafter.mtp_modules)):
-        own = {_EMBEDDINGS: drafter.embed_tokens, _HEAD: drafter.head}
-        for name, module in own.items():
-            borrowed = drafter.target.embeddings if name == _EMBEDDINGS else drafter.target.head
-            weight = (borrowed if module is None else module).weight
-            assert isinstance(weight, torch.Tensor)
-            tensors[f"model.layers.{index}.{name}"] = weight
+    tensors = _published_tensors(drafter)
     write_tensors(
         folder / MTP_FILE, {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     )
 
 
 def save_modules(drafter: Mtp, folder: Path) -> None:
-    """Write the modules to a folder of their own, in DeepSeek-V3's layout without what is the target's."""
-    text_config = drafter.target.config.to_dict()
-    write_drafter(
-        folder, {**text_config, "num_nextn_predict_layers": len(drafter.mtp_modules)}, _own_tensors(drafter)
-    )
+    """Write the modules to a folder of their own, in DeepSeek-V3's layout."""
+    config = described(drafter.target.config) | {
+        "num_nextn_predict_layers": len(drafter.mtp_modules),
+        "tie_word_embeddings": False,
+    }
+    write_drafter(folder, config, _published_tensors(drafter))
 
 
 def _of_layers(layers: Sequence[int], part: str) -> list[str]:
     return [f"model.layers.{layer}.{part}" for layer in layers]
 
 
-def _own_tensors(drafter: Mtp) -> dict[str, torch.Tensor]:
-    first = drafter.first_layer
-    return {_deepseek_name(name, first): tensor for name, tensor in drafter.state_dict().items()}
+def _published_tensors(drafter: Mtp) -> dict[str, torch.Tensor]:
+    """Return the weights by their names, with embeddings and head in each module, as they are published."""
+    first, target = drafter.first_layer, drafter.target
+    tensors = {_deepseek_name(name, first): tensor for name, tensor in drafter.state_dict().items()}
+    shared = {
+        _EMBEDDINGS: weight_of(drafter.embed_tokens or target.embeddings),
+        _HEAD: weight_of(drafter.head or target.head),
+    }
+    for index in range(first, first + len(drafter.mtp_modules)):
+        tensors |= {
+            f"model.layers.{index}.{name}": stored_beside(drafter, weight) for name, weight in shared.items()
+        }
+    return tensors
 
 
 def _fit(

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import FeatureDrafter, TargetParts
+from specdec.drafters.checkpoints.borrowed import has_own, weight_of
+from specdec.drafters.checkpoints.described import described
 from specdec.drafters.checkpoints.eagle3 import published_tensors, read_eagle3, stated_settings
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
-from specdec.drafters.checkpoints.mtp import has_own
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.mtp import Mtp
 
@@ -57,8 +57,8 @@ def _load_mtp(folder: DrafterFolder, target: TargetParts, layer: Keys, dtype: to
     drafter = Mtp(
         target,
         config,
-        has_embeddings=has_own(folder, [_EMBEDDINGS], target, target.embeddings),
-        has_head=has_own(folder, [_HEAD], target, target.head),
+        has_embeddings=has_own(folder, [_EMBEDDINGS], target, weight_of(target.embeddings)),
+        has_head=has_own(folder, [_HEAD], target, weight_of(target.head)),
     )
     return fit(
         drafter,
@@ -105,7 +105,8 @@ def save_speculator(
         config["draft_vocab_size"] = drafter.num_logits
         config["target_hidden_size"] = drafter.target.hidden_size
         config |= stated_settings(drafter.settings)
-        config["transformer_layer_config"] = _layer(drafter.settings.config)
+        layer = described(drafter.settings.config) | {"tie_word_embeddings": False}
+        config["transformer_layer_config"] = layer
         kind, tensors = "eagle3", published_tensors(drafter, "layers.0.")
     else:
         if len(drafter.mtp_modules) != 1 or drafter.embed_tokens is not None or drafter.head is not None:
@@ -115,14 +116,9 @@ def save_speculator(
             )
         config["architectures"] = ["MTPDraftModel"]
         config["num_nextn_predict_layers"] = 1
-        config["transformer_layer_config"] = _layer(drafter.config)
+        config["transformer_layer_config"] = described(drafter.config)
         kind = "mtp"
         tensors = {_mtp_name(name): tensor for name, tensor in drafter.state_dict().items()}
     config[KIND_KEY] = kind
     config["speculators_config"]["algorithm"] = kind
     write_drafter(folder, config, tensors)
-
-
-def _layer(config: PretrainedConfig) -> dict[str, Any]:
-    described: dict[str, Any] = config.to_dict()
-    return described

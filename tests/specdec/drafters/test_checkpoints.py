@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
 from tests.specdec.drafters import published
-from tests.specdec.drafters.conftest import LAYERS, Target
+from tests.specdec.drafters.conftest import LAYERS, Target, tiny_config
 from tests.specdec.drafters.published import MODEL
 
 
@@ -86,10 +87,12 @@ def test_hydra(folder: Path, target: Target, is_grounded: bool, has_prefix_layer
     assert isinstance(heads, Hydra)
     save_hydra(heads, folder / "again", base_model="somebody/some-model")
     again = load_file(folder / "again" / "hydra_lm_head.safetensors")
-    borrowed = {"input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight"}
-    own = {name for name in tensors if name not in borrowed and not name.endswith("inv_freq")}
-    assert again.keys() == own
+    stored = {name for name in tensors if not name.endswith("inv_freq")}
+    assert again.keys() == stored
+    own = stored - {"input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight"}
     assert all(same(again[name], tensors[name]) for name in own)
+    embeddings = target.model.state_dict()["model.embed_tokens.weight"]
+    assert all(same(again[name], embeddings) for name in stored - own)
     saved = json.loads((folder / "again" / "config.json").read_text())
     assert all(saved[name] == value for name, value in config.items())
     # Which tensor went where: the last block of head 2 and its LM head.
@@ -236,6 +239,29 @@ def test_fused_layers_are_written_for_engines_of_either_convention(folder: Path,
         told = {name: value for name, value in saved.items() if name != only}
         (folder / "again" / "config.json").write_text(json.dumps(told))
         assert load_drafter(folder / "again", target.parts).hidden_layers == (2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"), [([1, 2, 3], "begin with 1 and are read as inputs of layers"), ([2, 1, 3], "")]
+)
+def test_speculators_defines_its_fused_layers(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture, ids: list[int], says: str
+) -> None:
+    """Inputs of layers, whatever they begin with, and whoever reads them there; elsewhere engines differ."""
+    config, tensors = published.speculators_eagle3()
+    published.write(folder, config | {"eagle_aux_hidden_state_layer_ids": ids}, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.hidden_layers == tuple(ids)
+    assert ("begin with 1" in caplog.text) == bool(says)
+    assert says in caplog.text
+    save_speculator(head, folder / "again", base_model="somebody/some-model", num_speculative_tokens=3)
+    saved = json.loads((folder / "again" / "config.json").read_text())
+    assert saved["eagle_aux_hidden_state_layer_ids"] == ids
+    assert load_drafter(folder / "again", target.parts).hidden_layers == tuple(ids)
+    if says:
+        with pytest.raises(CheckpointError, match=r"published: .* after 1, 2, 3 layers cannot be written"):
+            save_eagle3(head, folder / "published")
 
 
 def test_the_demo_heads_fused_layers_are_the_same_for_everybody() -> None:
@@ -415,6 +441,78 @@ def test_the_demo_targets_module_loads() -> None:
     with safe_open(path / "mtp.safetensors", framework="pt") as tensors:
         stored = tensors.get_tensor("model.layers.8.eh_proj.weight").float()
     assert torch.equal(modules.state_dict()["mtp_modules.0.eh_proj.weight"], stored)
+
+
+@pytest.mark.parametrize(
+    ("of_target", "stored"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_embeddings_of_the_target_are_not_kept_twice(
+    folder: Path, target: Target, of_target: torch.dtype, stored: torch.dtype
+) -> None:
+    """EAGLE's, rounded to whichever numbers: of the head in its file, or of the target that is served."""
+    target.model.to(of_target)  # type: ignore[arg-type]
+    head = Eagle(target.parts, tiny_config(num_hidden_layers=1)).to(stored)
+    save_eagle(head, folder)
+    assert load_file(folder / MODEL)["embed_tokens.weight"].dtype == stored
+    again = load_drafter(folder, target.parts)
+    assert again.borrowed == {"embeddings", "head"}
+    with torch.no_grad():
+        target.parts.embeddings.weight[7] += 1.0  # type: ignore[index, operator]
+    other = load_drafter(folder, target.parts)
+    assert isinstance(other, Eagle)
+    assert other.borrowed == {"head"}, "they are its own"
+
+
+@pytest.mark.parametrize(
+    ("rope", "older"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "linear", "factor": 2.0}, {"type": "linear", "factor": 2.0}),
+        ({"rope_type": "dynamic", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        ),
+    ],
+    ids=lambda one: one.get("rope_type") if isinstance(one, dict) else None,
+)
+def test_how_positions_turn_is_told_in_both_forms(
+    folder: Path, target: Target, rope: dict[str, Any], older: dict[str, Any] | None
+) -> None:
+    """That of transformers 5, and what was before it; either alone is read as the other."""
+    rope = {**rope, "rope_theta": 500.0}
+    head = Eagle(target.parts, tiny_config(num_hidden_layers=1, rope_parameters=dict(rope)))
+    save_eagle(head, folder)
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["rope_parameters"] == rope
+    assert saved["rope_theta"] == 500.0
+    assert saved["rope_scaling"] == older
+    for only in (set(), {"rope_parameters"}, {"rope_theta", "rope_scaling"}):
+        told = {name: value for name, value in saved.items() if name not in only}
+        (folder / "config.json").write_text(json.dumps(told))
+        again = load_drafter(folder, target.parts)
+        assert isinstance(again, Eagle)
+        assert torch.equal(again.rotary.inv_freq, head.rotary.inv_freq)  # type: ignore[arg-type]
+        if "rope_parameters" in told:
+            assert again.config.rope_parameters == rope
 
 
 def test_weights_take_the_dtype_asked_for(folder: Path, target: Target) -> None:

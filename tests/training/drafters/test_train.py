@@ -27,7 +27,7 @@ from specdec.drafters.checkpoints.registry import detect, load_drafter
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.mtp import Mtp
 from training.drafters import groundwork, train
-from training.drafters.acceptance import evaluate_acceptance
+from training.drafters.acceptance import acceptance_by_depth, evaluate_acceptance
 from training.drafters.capture import Capture
 from training.drafters.drafting import draft_everywhere
 from training.drafters.groundwork import Groundwork
@@ -78,6 +78,9 @@ def test_every_method_learns_and_writes_what_loads(
         reached = report["acceptance"][temperature]["reached"]
         assert len(reached) == 3
         assert reached == sorted(reached, reverse=True)
+        by_depth = report["acceptance"][temperature]["acceptance_by_depth"]
+        assert 1 <= len(by_depth) <= 3
+        assert all(sum(rates) <= 1.0 + 1e-9 for rates in by_depth)
     assert json.loads((tmp_path / "out" / "acceptance.json").read_text()) == json.loads(json.dumps(report))
     drafter = load_drafter(tmp_path / "out", TargetParts.of(model))
     assert sum(parameter.numel() for parameter in drafter.parameters()) == report["parameters"]
@@ -362,6 +365,33 @@ def test_eagle3_of_a_part_of_the_vocabulary_in_both_layouts(
         assert drafter.hidden_layers == (2, 3, 3)
 
 
+def test_hits_are_counted_by_depth_and_rank_where_parents_stand() -> None:
+    """Two texts, of which the deeper ranks end sooner; ranks beyond those that are counted stand nowhere."""
+    first = [torch.tensor([0, 0, 1, 20]), torch.tensor([0, 1, 0])]
+    second = [torch.tensor([0, 1, 1, 0]), torch.tensor([2, 0, 0])]
+    along_the_likeliest = acceptance_by_depth([first, second], 1)
+    assert along_the_likeliest[0] == [0.5, 0.375, *[0.0] * 6]
+    assert along_the_likeliest[1][:3] == [0.3333, 0.3333, 0.3333], "behind ranks of 0 alone"
+    behind_all = acceptance_by_depth([first, second], 8)
+    assert behind_all[1][:3] == [0.6666, 0.1666, 0.1666]
+    nothing_stands = [torch.tensor([3, 3]), torch.tensor([0])]
+    assert len(acceptance_by_depth([nothing_stands], 1)) == 1
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_heads_are_measured_without_being_trained(
+    method: Method, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    recipe = DrafterRecipe(method=method, **(TINY | {"steps": 2}))
+    first = options(target_folder, texts, tmp_path / "first")
+    report = train_drafter(recipe, first)
+    still = dataclasses.replace(recipe, steps=1, muon_lr=0.0, adamw_lr=0.0)
+    again = options(target_folder, texts, tmp_path / "again", start_from=first.out)
+    measured = train_drafter(still, again)["acceptance"]
+    by_depth, before = (one["0.7"]["acceptance_by_depth"] for one in (measured, report["acceptance"]))
+    assert by_depth == before
+
+
 def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> None:
     """A head that cannot be wrong accepts everything; the same head shifted by one accepts nothing."""
     parts = TargetParts.of(model)
@@ -384,6 +414,7 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
         Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3
     )
     assert good["0.0"]["reached"] == [1.0, 1.0, 1.0]
+    assert good["0.7"]["acceptance_by_depth"] == [[1.0, *[0.0] * 7]] * 3
     assert good["0.7"]["acceptance"] == 1.0, "with the noise of the target, q = p always matches"
     with torch.no_grad():
         for own in heads.heads:
@@ -392,6 +423,7 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
         Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3
     )
     assert bad["0.0"]["reached"] == [0.0, 0.0, 0.0]
+    assert bad["0.0"]["acceptance_by_depth"][0][0] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -439,7 +471,6 @@ def test_samples_have_a_temperature(tmp_path: Path, temperature: float) -> None:
     [
         ({"draft_vocab_size": 200}, "--draft-vocab-size 200: the target knows 128 ids"),
         ({"fused_layers": (2, 6)}, "--fused-layers 2,6: the target has 6 layers"),
-        ({"fused_layers": (1, 2)}, "1 cannot be the first"),
     ],
 )
 def test_recipes_that_do_not_fit_the_target(
@@ -493,6 +524,19 @@ def test_layouts_that_do_not_hold_a_method_are_refused_before_anything_is_traine
     with pytest.raises(ConfigError, match=f"--format speculators does not hold {what}: give published"):
         train_drafter(DrafterRecipe(**(TINY | changes)), chosen)
     assert not chosen.work.exists()
+
+
+def test_fused_layers_that_the_published_layout_does_not_hold(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    """That of speculators does: there ids that begin with 1 can be nothing else."""
+    recipe = DrafterRecipe(method="eagle3", **(TINY | {"steps": 1, "fused_layers": (1, 2, 4)}))
+    chosen = options(target_folder, texts, tmp_path, eval_texts=0)
+    with pytest.raises(ConfigError, match=r"--fused-layers 1,2,4: .* give --format speculators"):
+        train_drafter(recipe, chosen)
+    assert not chosen.work.exists()
+    train_drafter(recipe, dataclasses.replace(chosen, layout="speculators"))
+    assert load_drafter(chosen.out, TargetParts.of(model)).hidden_layers == (1, 2, 4)
 
 
 def test_an_adapter_is_what_medusa2_alone_can_store(target_folder: Path, texts: Path, tmp_path: Path) -> None:
