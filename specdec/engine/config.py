@@ -6,12 +6,11 @@ from typing import Self
 
 from pydantic import ValidationError, model_validator
 
-from specdec.attention.config import flashinfer_refusal
+from specdec.attention.config import refusal_of
 from specdec.core.config import StrictConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import ModelConfig
 from specdec.proposers.config import SpeculativeConfig
-from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
 
@@ -64,19 +63,6 @@ class EngineConfig(StrictConfig):
                 f"speculative_config.method: {method} does not go with target.pipeline_parallel_size: "
                 f"{target.pipeline_parallel_size} yet: write 1, or use tensor_parallel_size"
             )
-        drafting = self.speculative_config.at_target
-        shape = tree_shape(drafting.tree)
-        if (
-            drafting.is_self_drafting
-            and target.tensor_parallel_size > 1
-            and shape is not None
-            and shape.uses_confidence
-        ):
-            raise ValueError(
-                f"speculative_config.tree.shape: {drafting.tree.shape} does not go with method "
-                f"{drafting.method} and target.tensor_parallel_size: {target.tensor_parallel_size}: no rank "
-                "knows how likely a token is among all: write shape: static"
-            )
         if method == "quantized" and target.quantization is not None:
             raise ValueError(
                 "speculative_config.method: quantized drafts with fewer bits than the target has, and "
@@ -105,9 +91,8 @@ class EngineConfig(StrictConfig):
         target, draft = self.target, self.speculative_config
         dtype = target.dtype if draft.dtype == "auto" else draft.dtype
         for name, block, numbers in (("target", target, target.dtype), ("speculative_config", draft, dtype)):
-            if block.attention_backend != "flashinfer":
-                continue
-            reason = flashinfer_refusal(device=block.device, dtype=numbers)
+            asked = block.attention_backend
+            reason = refusal_of(asked, device=block.device, dtype=numbers)
             if reason is not None:
-                raise ValueError(f"{name}.attention_backend: flashinfer cannot be had: {reason}")
+                raise ValueError(f"{name}.attention_backend: {asked} cannot be had: {reason}")
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from specdec.engine.target import Target
 from specdec.kv.selection import TokenBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.tree_config import tree_shape
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile, ProfileStore, profile_key
@@ -27,6 +28,7 @@ from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.tree.growth import levels_of
 
 
 def drafters_of(config: SpeculativeConfig) -> DrafterSet | None:
@@ -119,6 +121,7 @@ def controller_for(
         max_sequences=config.scheduler.max_num_seqs,
         drafter_caps=drafter_caps,
         budgeted_drafter=place,
+        tree_levels=tuple(levels_of(tree_shape(one.tree)) for one in speculative.choices),
         kv_budgets=() if budgeted is None else budgeted.kv.budgets,
         keeps_kv_budgets=budgeted is not None and not budgeted.is_self_drafting,
     )
@@ -132,10 +135,12 @@ def cost_profile_of(
     *,
     draft_devices: Collection[str] = (),
     progress: ProfileProgress | None = None,
+    await_drafters: Callable[[], None] = lambda: None,
 ) -> CostProfile:
     """Return what rounds cost here: as it was measured before, or measured now, or assumed.
 
-    What drafts cost on other devices than `draft_devices`, where these are known, is of no use.
+    What drafts cost on other devices than `draft_devices`, where these are known, is of no use. Where drafts
+    are to be measured, `await_drafters` is called first.
 
     Raises:
         TransportError: the target is lost.
@@ -160,6 +165,7 @@ def cost_profile_of(
         known = msgspec.structs.replace(known, draft=(), other_drafts=(), draft_devices=())
     if known is not None and (known.has_all_drafts or not drafts_anything(proposer, plan)):
         return known
+    await_drafters()
     # What is missing of drafts is measured at the next start: draft workers may not be there yet, or be late.
     profile = measure_profile(target, proposer, plan, known=known, progress=progress)
     if any(profile.drafts):
@@ -199,7 +205,8 @@ def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
         ),
         draft=[_folder_state(one.model) for one in draft.choices if one.model is not None] or None,
         scheduler=config.scheduler.model_dump_json(),
-        machine=f"{platform.node()} {platform.machine()} {len(os.sched_getaffinity(0))}",
+        # Not the machine's name: a pod that is replaced has another, and `device` says what computes.
+        machine=f"{platform.machine()} {len(os.sched_getaffinity(0))}",
         versions=" ".join(f"{name} {metadata.version(name)}" for name in ("drafthouse", "torch")),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from specdec.engine.profile_plan import (
     middle,
     random_tokens,
 )
-from specdec.proposers.base import AsksAhead, Proposer
+from specdec.proposers.base import AsksAhead, Proposer, ProposerCapabilities
 from specdec.scheduling.speculation.cost_profile import DraftPoint
 
 _MOST_CALLS = 2 * NUM_REPEATS
@@ -37,6 +38,8 @@ _WAIT_S, _MOST_WAITS = 0.01, 50
 """One that has not answered is looked for again after so many seconds, so many times."""
 _LEAST_WORK = 0.5
 """Share of the time that a drafter has to work for it to count as the one that took the time."""
+_BEFORE_LONG = 4
+"""Measurements that tell more than those of long contexts: one sequence, and many of them."""
 
 
 class MadeUpSequence:
@@ -85,6 +88,42 @@ class DraftShape(NamedTuple):
     num_sequences: int
     is_long: bool
     num_steps: int
+
+
+def budgets_to_measure(
+    capabilities: ProposerCapabilities, plan: ProfilePlan, num_sequences: int
+) -> tuple[int, ...]:
+    """Return how many draft tokens proposals for so many sequences are measured with, what tells most first.
+
+    Each token of a chain is a step: two numbers tell what all others take. A tree has a step for each level,
+    so that its nodes cost much until it is as deep as it ever is, and little from there on: that is what the
+    number between tells, beside the most that a round has rows for.
+    """
+    most = plan.max_draft_tokens
+    if capabilities.shape == "chain":
+        return tuple(dict.fromkeys((min(4, most), 1)))
+    room = plan.max_num_batched_tokens // max(1, num_sequences) - 1
+    most = max(1, min(most, room))
+    levels = capabilities.tree_levels[:most]
+    most = len(levels) or most
+    first_deepest = 1 + levels.index(levels[-1]) if levels else most
+    between = first_deepest if first_deepest < most else round(math.sqrt(most))
+    return tuple(dict.fromkeys((most, 1, between)))
+
+
+def shapes_to_measure(
+    capabilities: ProposerCapabilities, plan: ProfilePlan, numbers: Sequence[int], num_long: int
+) -> list[DraftShape]:
+    """Return the proposals to be measured, those that tell most first: for so many sequences each, and for
+    `num_long` with a long context (0: for none).
+    """
+    budgets = {number: budgets_to_measure(capabilities, plan, number) for number in numbers}
+    shapes = [DraftShape(number, False, steps) for number in numbers for steps in budgets[number]]
+    if num_long:
+        own = budgets_to_measure(capabilities, plan, num_long)
+        at = max(_BEFORE_LONG, sum(len(budgets[number]) for number in numbers[:2]))
+        shapes[at:at] = [DraftShape(num_long, True, steps) for steps in own if steps > 1 or own == (1,)]
+    return shapes
 
 
 class KnownDrafts:
@@ -161,15 +200,10 @@ class DraftProfiler:
 
     def shapes(self) -> list[DraftShape]:
         """Return what is to be measured, those that tell most first."""
-        most, largest = self._plan.max_draft_tokens, self._plan.max_num_seqs
+        capabilities, largest = self._proposer.capabilities, self._plan.max_num_seqs
         numbers = [number for number in dict.fromkeys((1, min(16, largest), 4, largest)) if number <= largest]
-        shapes = [
-            DraftShape(number, False, steps)
-            for number in numbers
-            for steps in dict.fromkeys((min(4, most), 1))
-        ]
-        shapes.insert(4, DraftShape(min(NUM_LONG, largest), True, min(4, most)))
-        limit = self._proposer.capabilities.max_context
+        shapes = shapes_to_measure(capabilities, self._plan, numbers, min(NUM_LONG, largest))
+        limit = capabilities.max_context
         return [
             one
             for one in self._known.missing(shapes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -20,7 +20,13 @@ from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, SlotMove, TargetResult, TargetStep, TargetWork
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.draft_profiling import DraftProfiler, DraftShape, KnownDrafts, MeasuredDrafts
+from specdec.engine.draft_profiling import (
+    DraftProfiler,
+    DraftShape,
+    KnownDrafts,
+    MeasuredDrafts,
+    shapes_to_measure,
+)
 from specdec.engine.profile_plan import (
     NUM_LONG,
     NUM_REPEATS,
@@ -32,7 +38,7 @@ from specdec.engine.profile_plan import (
 )
 from specdec.engine.target import Target
 from specdec.kv.block_table import num_blocks_for
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.several.proposer import members_of
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
 
@@ -77,7 +83,8 @@ class _Shape:
 class TargetProfiler:
     """Times steps of a target that has no other work."""
 
-    def __init__(self, target: Target, plan: ProfilePlan, clock: Clock) -> None:
+    def __init__(self, target: Target, plan: ProfilePlan, clock: Clock, max_drafted: int = 0) -> None:
+        """`max_drafted`: most tokens that the target drafts, and verifies, behind a sequence."""
         self._target = target
         self._plan = plan
         self._clock = clock
@@ -87,16 +94,18 @@ class TargetProfiler:
         self._variants = description.kv_variants
         self._vocab_size = description.vocab_size
         block_size, num_free = description.block_size, description.num_blocks - 1
-        room = description.max_model_len - _MOST_ROWS_PER_SEQUENCE
+        self._num_behind = max(_MOST_ROWS_PER_SEQUENCE, min(1 + max_drafted, description.max_model_len // 2))
+        """Rows that have room behind a context."""
+        room = description.max_model_len - self._num_behind
         self._short_context = max(1, min(SHORT_CONTEXT, room))
-        num_short_blocks = num_blocks_for(self._short_context + _MOST_ROWS_PER_SEQUENCE, block_size)
+        num_short_blocks = num_blocks_for(self._short_context + self._num_behind, block_size)
         self._short = self._make(
             "short", min(plan.max_num_seqs, num_free // num_short_blocks), self._short_context, 1
         )
         first = 1 + len(self._short) * num_short_blocks
         long_blocks = (num_free - (first - 1)) // NUM_LONG
         context = min(
-            max(_FILLED_CONTEXT, plan.long_context), room, long_blocks * block_size - _MOST_ROWS_PER_SEQUENCE
+            max(_FILLED_CONTEXT, plan.long_context), room, long_blocks * block_size - self._num_behind
         )
         is_long = context >= 4 * self._short_context and plan.max_num_seqs >= NUM_LONG
         self._long = self._make("long", NUM_LONG, context, first) if is_long else []
@@ -135,17 +144,12 @@ class TargetProfiler:
         ]
         return [(first,), *plain[:5], *pairs, *plain[5:]]
 
-    def draft_shapes(self, most: int) -> list[DraftShape]:
-        """Return the target's own drafts to measure, those that tell most first."""
-        numbers = dict.fromkeys((1, min(16, len(self._short)), min(4, len(self._short)), len(self._short)))
-        shapes = [
-            DraftShape(number, False, steps)
-            for number in numbers
-            for steps in dict.fromkeys((min(4, most), 1))
-        ]
-        if self._long:
-            shapes.insert(4, DraftShape(NUM_LONG, True, min(4, most)))
-        return shapes
+    def draft_shapes(self, capabilities: ProposerCapabilities, plan: ProfilePlan) -> list[DraftShape]:
+        """Return the target's own drafts to measure, those that tell most first; `plan` is the drafter's."""
+        number = len(self._short)
+        numbers = tuple(dict.fromkeys((1, min(16, number), min(4, number), number)))
+        plan = replace(plan, max_draft_tokens=min(plan.max_draft_tokens, self._num_behind - 1))
+        return shapes_to_measure(capabilities, plan, numbers, NUM_LONG if self._long else 0)
 
     def draft_point(self, shape: DraftShape, plan: ProfilePlan, deadline: Deadline) -> DraftPoint | None:
         """Return what the target's own drafts took, by itself; None where long contexts are given up.
@@ -187,7 +191,7 @@ class TargetProfiler:
         return max(1, min(len(self._short), -(-num_rows // _ROWS_PER_SEQUENCE)))
 
     def _make(self, name: str, number: int, context: int, first_block: int) -> list[_TargetSequence]:
-        num_blocks = num_blocks_for(context + _MOST_ROWS_PER_SEQUENCE, self._target.description.block_size)
+        num_blocks = num_blocks_for(context + self._num_behind, self._target.description.block_size)
         return [
             _TargetSequence(
                 request_id=RequestId(f"profile-{name}-{index}"),
@@ -306,14 +310,21 @@ class TargetProfiler:
 class SelfDraftProfiler:
     """Times the drafts of a target that drafts for itself, as it measures them itself."""
 
-    def __init__(self, steps: TargetProfiler, plan: ProfilePlan, known: Sequence[DraftPoint] = ()) -> None:
+    def __init__(
+        self,
+        steps: TargetProfiler,
+        capabilities: ProposerCapabilities,
+        plan: ProfilePlan,
+        known: Sequence[DraftPoint] = (),
+    ) -> None:
         self._steps = steps
+        self._capabilities = capabilities
         self._known = KnownDrafts(known, plan)
         self._plan = plan
 
     def shapes(self) -> list[DraftShape]:
         """Return what is to be measured, those that tell most first; see `TargetProfiler.draft_shapes`."""
-        return self._known.missing(self._steps.draft_shapes(self._plan.max_draft_tokens))
+        return self._known.missing(self._steps.draft_shapes(self._capabilities, self._plan))
 
     def measure(self, deadline: Deadline, progress: Callable[[], None]) -> MeasuredDrafts:
         """Return what drafts took, of one more shape at least, whatever the time."""
@@ -369,12 +380,13 @@ def measure_profile(
     """
     clock = clock or MonotonicClock()
     started_s = clock.now_s()
-    steps = TargetProfiler(target, plan, clock)
     members = members_of(proposer) if drafts_anything(proposer, plan) else ()
+    grows_trees = any(one.capabilities.at_target and one.capabilities.shape == "tree" for one in members)
+    steps = TargetProfiler(target, plan, clock, plan.max_draft_tokens if grows_trees else 0)
     none_known: list[tuple[DraftPoint, ...]] = [()] * len(members)
     known_drafts = none_known if known is None else [*known.drafts, *none_known]
     profilers = [
-        SelfDraftProfiler(steps, plan.of_drafter(place), points)
+        SelfDraftProfiler(steps, one.capabilities, plan.of_drafter(place), points)
         if one.capabilities.at_target
         else DraftProfiler(one, target.description.vocab_size, plan.of_drafter(place), clock, points, sleep)
         for place, (one, points) in enumerate(zip(members, known_drafts, strict=False))

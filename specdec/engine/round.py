@@ -321,11 +321,18 @@ class RoundLoop:
         return plan
 
     def _look_ahead(self, flight: _Flight) -> None:
-        """Ask for continuations of what the round in flight may bring."""
+        """Ask for continuations of what the round in flight may bring.
+
+        Whose prompt ends in it has no drafts in it, but in the next one, for which nobody should wait.
+        """
         assert self._ahead is not None
         wishes = []
+        usual = max(flight.budgets.values(), default=0)
         for work, live in zip(flight.step.works, flight.lives, strict=True):
             budget = flight.budgets.get(work.request_id, 0)
+            if not live.is_decoding:
+                own = live.requested_draft_tokens
+                budget = min(usual if own is None else own, live.max_draft_tokens)
             if budget == 0 or work.num_sampled_rows == 0:
                 continue
             proposal = flight.proposals.get(work.request_id)
@@ -476,6 +483,7 @@ class RoundLoop:
         verify_s -= beside_s
         works = flight.step.works
         num_rows = sum(map(_num_rows, works, result.results))
+        num_decoding = sum(work.num_sampled_rows > 0 for work in works)
         thought_s = self._controller.take_thought_s()
         if flight.mode != "lockstep" or self._flights:
             thought_s = 0.0  # it may have thought while it would have waited
@@ -490,7 +498,8 @@ class RoundLoop:
                 drafted_s=flight.drafted_s,
                 drafting_s=flight.drafting_s,
                 waited_s=draft_s - flight.asking_s,
-                is_drafted_for=any(flight.budgets.values()),
+                budgets=flight.budgets,
+                num_decoding=num_decoding,
                 submitted_s=flight.submitted_s,
                 verify_s=verify_s,
                 forward_s=result.forward_s,
@@ -503,7 +512,7 @@ class RoundLoop:
                 num_rows=num_rows,
                 num_sequences=len(works),
                 num_committed=num_committed,
-                num_decoding=sum(work.num_sampled_rows > 0 for work in works),
+                num_decoding=num_decoding,
                 num_prompt_rows=flight.num_prompt_rows,
                 context_tokens=flight.num_context_tokens,
                 budgets=flight.budgets,

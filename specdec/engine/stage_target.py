@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
+from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.engine.local_target import LocalTarget
 from specdec.model.runner import ModelRunner
@@ -17,7 +19,7 @@ class StageTarget(LocalTarget):
         """Run `runner` with the other stages."""
         super().__init__(runner, _NoLogits())
 
-    def _run(self, step: TargetStep) -> TargetResult:
+    def _run(self, step: TargetStep, drafted_for: AbstractSet[RequestId] = frozenset()) -> TargetResult:
         self._runner.forward([self._slice(work) for work in step.works])
         return TargetResult(step_id=step.step_id, results=())
 
@@ -34,6 +36,9 @@ class _NoLogits:
         raise AssertionError("logits come out of the last stage")
 
     def distributions(self, *args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("logits come out of the last stage")
+
+    def log_probabilities(self, *args: object, **kwargs: object) -> NoReturn:
         raise AssertionError("logits come out of the last stage")
 
     def agreed(self, *args: object, **kwargs: object) -> NoReturn:

@@ -19,6 +19,9 @@ class ProposerCapabilities:
 
     name: str
     shape: Literal["chain", "tree"] = "chain"
+    tree_levels: tuple[int, ...] = ()
+    """Most levels of its trees of 1, 2, ... nodes, where each level is a step of drafting; empty: it drafts
+    chains, or takes no steps."""
     sampled: bool = False
     """Whether tokens are sampled from a q (else they are deterministic given the prefix)."""
     noise_stream: NoiseStream = "target"

@@ -10,7 +10,7 @@ from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
-from specdec.kv.selection import KvSelectionConfig
+from specdec.kv.selection import KvSelectionConfig, with_tokens_as_budget
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
@@ -55,6 +55,8 @@ SELF_METHODS: Final = frozenset({"self", "layerskip", "quantized"})
 """The target drafts, or a view of it, on its own K/V."""
 HEAD_METHODS: Final = frozenset({"medusa", "hydra", "eagle", "eagle3", "mtp", "parallel_heads"})
 """Draft from hidden states of the target, in its process or in draft workers, with weights of their own."""
+_OWN_KV_METHODS: Final = HEAD_METHODS - {"medusa"} | {"draft_model"}
+"""What drafts keeps K/V of its own, as far as the method tells."""
 Overlap = Literal["auto", "lockstep", "ping_pong", "draft_ahead"]
 Rule = Literal["sample_and_match", "rejection", "block", "multi_round", "typical"]
 _SHARED_KEYS: Final = (
@@ -131,8 +133,9 @@ class SpeculativeConfig(StrictConfig):
     quantized, which needs it: how the target's weights are quantized for drafting, in a copy beside the ones
     that verify."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prefix the draft model continues, in tokens; None: its own limit. With
-    `kv.positions: in_cache`, the positions that it is given; texts may be longer."""
+    """draft_model, and heads with K/V of their own: longest prefix that they continue, in tokens; None: the
+    draft model's own limit, with heads the target's. With `kv.positions: in_cache`, the positions that a
+    draft model is given; texts may be longer."""
     fallback: Literal["none", "ngram", "suffix"] = "none"
     """What a request is proposed in a round that the draft model has nothing for: its drafts were not
     prepared (overlap draft_ahead), its draft worker is late, dead or full, or its text is longer than the
@@ -256,7 +259,7 @@ class SpeculativeConfig(StrictConfig):
     @property
     def keeps_kv(self) -> bool:
         """Whether what drafts keeps K/V of its own, as far as the method tells."""
-        return self.method == "draft_model" or (self.has_heads and self.method != "medusa")
+        return self.method in _OWN_KV_METHODS
 
     @property
     def attends_to_kv(self) -> bool:
@@ -324,6 +327,14 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _bound_what_is_kept(cls, data: Any) -> Any:
+        method = data.get("method") if isinstance(data, dict) else None
+        if isinstance(method, str) and method in _OWN_KV_METHODS and "kv" in data:
+            return {**data, "kv": with_tokens_as_budget(data["kv"])}
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _explain_suffix_keys(cls, data: Any) -> Any:
         explain_suffix_keys(data)
         return data
@@ -371,8 +382,6 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.overlap == "draft_ahead":
             raise ValueError(f"{name} is not drafted ahead: write overlap: ping_pong, or leave it out")
-        if self.draft_tensor_parallel_size > 1:
-            raise ValueError(f"{name} does not go with draft_tensor_parallel_size yet: leave one out")
         if self.synthetic_acceptance is not None:
             raise ValueError(f"{name}: synthetic_acceptance makes up verdicts on chains: leave one out")
         return self
@@ -391,8 +400,6 @@ class SpeculativeConfig(StrictConfig):
                 f"lookup_first goes before a draft model, heads, or a target that drafts for itself; method "
                 f"{self.method} is none of them: leave it out"
             )
-        if self.lookup_first is not None and self.has_remote_heads:
-            raise ValueError("lookup_first does not go with heads_at: draft_pool yet: leave one out")
         if self.lookup_first is not None and self.fallback == "suffix":
             raise ValueError(
                 "lookup_first with fallback: suffix would keep all texts twice: write fallback: ngram"
@@ -616,6 +623,13 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 f"fallback: {self.fallback} stands in for a draft model, or for heads in draft workers; "
                 f"method {self.method} has none: leave out fallback"
+            )
+        if self.max_model_len is not None and not self.keeps_kv:
+            remedy = "write it with those of `drafters`" if self.method == "several" else "leave it out"
+            raise ValueError(
+                f"max_model_len: {self.max_model_len} is about draft_model and heads with K/V of their own "
+                "(eagle, eagle3, mtp, parallel_heads, hydra): the longest text that they draft behind; "
+                f"method {self.method} has no such limit: {remedy}"
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")

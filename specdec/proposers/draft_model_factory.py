@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import NamedTuple
 
 from specdec.core.idle_work import IdleWork
@@ -65,9 +66,12 @@ def load_draft_model(
     )
     reach.warn_of_pool(runner.num_blocks)
     compile_over_ranks(runner, config.compile)
-    return DraftModelProposer(
+    sampler = ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size))
+    shape = tree_shape(config.tree)
+    make = DraftModelProposer if shape is None else partial(TreeDraftProposer, shape=shape)
+    return make(
         runner,
-        ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size)),
+        sampler,
         vocab_size=target.vocab_size,
         max_read_tokens=target.max_read_tokens,
         max_context=reach.max_context,

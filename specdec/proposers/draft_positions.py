@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from specdec.core.errors import ConfigError
+from specdec.model.stated_positions import StatedPositions
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_window import ANY_LENGTH, small_pool_warning
 
@@ -97,6 +98,27 @@ def warnings_about(config: SpeculativeConfig, reach: DraftReach) -> Iterator[str
             f"of {reach.name}: with kv.positions: in_cache the window is read again after every "
             f"{reach.num_in_cache - budget - config.num_beside_budget + 1} tokens"
         )
+
+
+def heads_warning(
+    config: SpeculativeConfig, name: str, stated: StatedPositions, target_len: int | None
+) -> str | None:
+    """Say that heads with K/V of their own draft behind longer texts than they were made for; None: they do
+    not, or do not say (`stated`).
+
+    They are given the positions of the text, be it as long as the target's (`target_len`) may be.
+    """
+    longest = min(target_len, config.max_model_len or target_len) if target_len is not None else None
+    if not config.keeps_kv or longest is None or stated.num_positions is None:
+        return None
+    if longest <= stated.num_positions:
+        return None
+    return (
+        f"{name} was made for texts of up to {stated.num_positions} tokens (max_position_embeddings in its "
+        f"config.json), and drafts behind up to {longest} here: behind longer ones its drafts may be "
+        f"accepted less often. With speculative_config.max_model_len: {stated.num_positions} these go on "
+        "without them"
+    )
 
 
 def pool_warning(config: SpeculativeConfig, reach: DraftReach, num_blocks: int) -> str | None:

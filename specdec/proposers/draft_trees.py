@@ -16,8 +16,8 @@ from specdec.proposers.draft_sequences import Chunk, Drafting
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.hidden import PrefixStates
 from specdec.proposers.tree_loop import ReadNodes, RunnerNodes, TreeDraftLoop
-from specdec.sampling.sampler import Sampler
-from specdec.tree.growth import GrowingTree, TreeShape
+from specdec.sampling.sampler import TokenChooser
+from specdec.tree.growth import GrowingTree, TreeShape, levels_of
 
 
 class TreeDraftProposer(DraftModelProposer):
@@ -30,7 +30,7 @@ class TreeDraftProposer(DraftModelProposer):
     def __init__(
         self,
         runner: Runner,
-        sampler: Sampler,
+        sampler: TokenChooser,
         shape: TreeShape,
         *,
         vocab_size: int,
@@ -75,7 +75,11 @@ class TreeDraftProposer(DraftModelProposer):
             uses_confidence=shape.uses_confidence,
         )
         self.capabilities = replace(
-            self.capabilities, shape="tree", sampled=not sampling.is_deterministic, looks_ahead=False
+            self.capabilities,
+            shape="tree",
+            tree_levels=levels_of(shape),
+            sampled=not sampling.is_deterministic,
+            looks_ahead=False,
         )
 
     def _num_read_behind(self, budget: int) -> int:

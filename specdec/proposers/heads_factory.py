@@ -21,8 +21,10 @@ from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
 from specdec.kv.config import CacheConfig
+from specdec.model.checkpoint import open_folder
 from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel
+from specdec.model.stated_positions import positions_of
 from specdec.proposers.base import Proposer
 from specdec.proposers.compiled_drafters import (
     CompiledHeads,
@@ -33,6 +35,7 @@ from specdec.proposers.compiled_drafters import (
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_positions import heads_warning
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import draft_window, small_pool_warning
@@ -259,7 +262,7 @@ def _load(
     drafter.to(target.device).requires_grad_(requires_grad=False)
     if isinstance(drafter, FeatureDrafter):
         runner = _feature_runner(drafter, config, cache, target, max_num_seqs)
-        _warn_of_pool(config, runner.num_blocks, target)
+        _warn_of_lengths(config, runner.num_blocks, target)
         return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
     assert isinstance(drafter, IndependentHeads | SequentialHeads)
     _warn_of_depth(drafter, config)
@@ -274,11 +277,16 @@ def _load(
             max_model_len=target.max_model_len,
             max_held_tokens=_held_tokens(config, target),
         )
-        _warn_of_pool(config, pool.num_blocks, target)
+        _warn_of_lengths(config, pool.num_blocks, target)
     elif config.kv.policy != "full":
         raise ConfigError(
             f"speculative_config.kv.policy: {config.kv.policy} is about the K/V that drafting attends to; "
             f"the heads in {config.model} have none: leave out kv"
+        )
+    elif config.max_model_len is not None:
+        raise ConfigError(
+            f"speculative_config.max_model_len: {config.max_model_len} is about heads with K/V of their own; "
+            f"the heads in {config.model} have none: leave it out"
         )
     return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
 
@@ -312,16 +320,21 @@ def _held_tokens(config: SpeculativeConfig, target: HeadTarget) -> int | None:
     return None if window is None else window.max_held_tokens(target.max_model_len, config.cache.block_size)
 
 
-def _warn_of_pool(config: SpeculativeConfig, num_blocks: int, target: HeadTarget) -> None:
-    text = small_pool_warning(config, num_blocks, target.max_model_len)
-    if text is not None:
+def _warn_of_lengths(config: SpeculativeConfig, num_blocks: int, target: HeadTarget) -> None:
+    """Say so where texts are too long for the pool, or for what the heads were made for."""
+    texts = [small_pool_warning(config, num_blocks, target.max_model_len)]
+    if config.model is not None:  # modules in the target's own folder are as long as the target
+        folder = open_folder(config.model)
+        stated = positions_of(folder.config)
+        texts.append(heads_warning(config, folder.path.name, stated, target.max_model_len))
+    for text in filter(None, texts):
         logger.warning("%s", text)
 
 
 def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
     """Load the drafter that is asked for, with all that it borrows of the target."""
     path = target.path if config.model is None else config.model
-    if config.method == "mtp":
+    if config.method in ("eagle", "mtp"):
         # Whether copies in a checkpoint are the target's own could not be told by a part of them.
         target = target.whole()
     drafter = load_drafter(path, target.parts, target.dtype, allow_pickled=config.allow_pickled_weights)

@@ -18,6 +18,7 @@ from specdec.proposers.several.proposer import SeveralProposers, ShadowDrafter
 from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
+from specdec.tree.growth import levels_of
 from specdec.verification.registry import capabilities_of
 
 
@@ -53,7 +54,7 @@ def _create_none(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def _create_self(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
-    return SelfSpeculation(config.method, "chain" if tree_shape(config.tree) is None else "tree")
+    return SelfSpeculation(config.method, tree_shape(config.tree))
 
 
 def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
@@ -91,7 +92,7 @@ def _create_draft_model(config: SpeculativeConfig, target: TargetFacts) -> Propo
 
 def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
     """What drafts is in the target's process (`heads_factory`), where the hidden states are."""
-    rule = capabilities_of(config.rejection_sample_method)
+    rule, shape = capabilities_of(config.rejection_sample_method), tree_shape(config.tree)
     return DraftsAtTarget(
         ProposerCapabilities(
             name=config.method,
@@ -99,7 +100,8 @@ def _create_heads(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
             noise_stream=rule.draft_stream,
             gives_q_rows=rule.needs_q_rows,
             hidden_layers=(-1,),  # or others: whoever has the weights knows
-            shape="chain" if tree_shape(config.tree) is None else "tree",
+            shape="chain" if shape is None else "tree",
+            tree_levels=levels_of(shape),
         )
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ _USUAL_ACCEPTANCE = (0.55, 0.16, 0.08, 0.05, 0.03, 0.02)
 Rank = Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS - 1)]
 Width = Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+ByRank = Annotated[tuple[Share, ...], Field(max_length=16)]
+ByDepth = Annotated[tuple[ByRank, ...], Field(max_length=16)]
 
 
 class ChainConfig(StrictConfig):
@@ -42,13 +44,30 @@ class StaticTreeConfig(StrictConfig):
     widths: tuple[Width, ...] = Field(default=(), max_length=MAX_DRAFT_TOKENS)
     """Children of each node, by depth: [4, 2, 1] has 4 first tokens, 2 behind each of them, one behind each
     of those. At most 64 nodes."""
-    acceptance: tuple[Share, ...] = Field(default=(), max_length=16)
+    acceptance: ByRank | ByDepth = ()
     """How often the likeliest child of a node stands where the node does, the second likeliest, and so on:
-    the tree is the one of `num_nodes` from which most tokens are expected (Sequoia)."""
+    the tree is the one of `num_nodes` from which most tokens are expected (Sequoia). A list of such lists:
+    one for each depth, that of first tokens first, as they are measured of heads; nothing lies deeper."""
     num_nodes: int | None = Field(default=None, ge=1, le=MAX_DRAFT_TOKENS)
     """Nodes of the tree that `acceptance` asks for; null: 16."""
     max_depth: int | None = Field(default=None, ge=1, le=16)
     """Longest path of that tree: also the forwards of a draft model for it; null: 8."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_acceptance(cls, data: Any) -> Any:
+        # Before pydantic, which would say of a union what is wrong with a value by either of its forms.
+        given = data.get("acceptance") if isinstance(data, dict) else None
+        if not isinstance(given, list | tuple):
+            return data
+        if not any(isinstance(one, list | tuple) for one in given):
+            _check_shares("acceptance", given)
+            return data
+        for depth, shares in enumerate(given):
+            _check_shares(f"acceptance[{depth}]", shares)
+            if len(shares) == 0:
+                raise ValueError(f"acceptance[{depth}]: is empty: leave it out, with all behind it")
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -58,10 +77,11 @@ class StaticTreeConfig(StrictConfig):
             for name in ("num_nodes", "max_depth"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: it goes with acceptance; paths and widths say it themselves")
-        elif sum(self.acceptance) > 1.0 + 1e-6:
+        num_lists = sum(isinstance(one, tuple) for one in self.acceptance)
+        if self.max_depth is not None and 0 < num_lists < self.max_depth:
             raise ValueError(
-                f"acceptance: at most one child of a node stands, so these sum to 1 at most, not to "
-                f"{sum(self.acceptance):g}"
+                f"max_depth: {self.max_depth} is more than acceptance has lists, one for each depth: write "
+                f"{num_lists} at most, or leave it out"
             )
         num_nodes, level = 0, 1
         for width in self.widths:
@@ -87,9 +107,30 @@ class StaticTreeConfig(StrictConfig):
 
 
 @lru_cache(maxsize=16)
-def _best_tree(acceptance: tuple[float, ...], num_nodes: int, max_depth: int) -> StaticTree:
+def _best_tree(acceptance: ByRank | ByDepth, num_nodes: int, max_depth: int) -> StaticTree:
     """As `best_tree`, made once: a configuration is checked and read several times."""
     return best_tree(acceptance, num_nodes, max_depth)
+
+
+def _check_shares(name: str, given: Any) -> None:
+    """Check what is to say how often the children of a node stand, by rank.
+
+    Raises:
+        ValueError: it says no such thing.
+    """
+    try:
+        shares = [float(share) for share in given]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}: must be shares from 0 to 1, one for each rank, or such a list for each depth; got "
+            f"{given!r}"
+        ) from None
+    if not all(0.0 <= share <= 1.0 for share in shares):
+        raise ValueError(f"{name}: shares are from 0 to 1, got {given!r}")
+    if sum(shares) > 1.0 + 1e-6:
+        raise ValueError(
+            f"{name}: at most one child of a node stands, so these sum to 1 at most, not to {sum(shares):g}"
+        )
 
 
 class DynamicTreeConfig(StrictConfig):

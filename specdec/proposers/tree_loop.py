@@ -364,15 +364,12 @@ class TreeDraftLoop:
         device = logits_RV.device
         ids_RN = torch.tensor([[*its, *[0] * (width - len(its))] for its in ranked], device=device)
         counts_R = torch.tensor([len(its) for its in ranked], device=device)
-        is_sampled_R = rows.temperature > 0.0
-        temperature_R = rows.temperature.masked_fill(~is_sampled_R, 1.0)
-        log_q_RV = (logits_RV.float() / temperature_R[:, None]).log_softmax(-1)
-        scores_RN = log_q_RV.gather(1, ids_RN)
+        scores_RN = self._sampler.log_probabilities(logits_RV, ids_RN, rows)
         if self._stream is not None and rows.has_sampled:
             noise_RN = gumbel_tokens(row_keys(rows.seeds, rows.positions, self._stream), ids_RN)
             is_there_RN = torch.arange(width, device=device) < counts_R[:, None]
             noisy_RN = (scores_RN + noise_RN).masked_fill(~is_there_RN, float("-inf")).log_softmax(-1)
-            scores_RN = torch.where(is_sampled_R[:, None], noisy_RN, scores_RN)
+            scores_RN = torch.where(rows.temperature[:, None] > 0.0, noisy_RN, scores_RN)
         return [
             [Child(*pair) for pair in zip(its, scores, strict=False)]
             for its, scores in zip(ranked, scores_RN.tolist(), strict=True)

@@ -36,6 +36,7 @@ from specdec.sampling.noise_rows import gumbel_rows, row_keys
 from specdec.sampling.rows import SamplingRows, SequenceSampling
 from specdec.sampling.sampler import (
     SampledRows,
+    log_probabilities_at,
     logprobs_of,
     most_likely,
     ranked_tokens,
@@ -108,6 +109,13 @@ class ParallelSampler:
     def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """Return what each row is sampled from, over the whole vocabulary."""
         return target_distribution(self._in_full(self._known(logits_RV)), rows)
+
+    def log_probabilities(
+        self, logits_RV: torch.Tensor, ids_RN: torch.Tensor, rows: SamplingRows
+    ) -> torch.Tensor:
+        """Return how likely tokens are among all, from the rows in full; the same in every rank."""
+        found_RN = log_probabilities_at(self._in_full(self._known(logits_RV)), ids_RN, rows)
+        return self._group.broadcast_(found_RN)
 
     def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
         """Return rank 0's decision: exp and log of different machines may differ in the last bit."""

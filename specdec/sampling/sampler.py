@@ -80,6 +80,12 @@ class TokenChooser(Protocol):
         """Return what each row is sampled from, fp32 [R, all V], as `target_distribution` does."""
         ...
 
+    def log_probabilities(
+        self, logits_RV: torch.Tensor, ids_RN: torch.Tensor, rows: SamplingRows
+    ) -> torch.Tensor:
+        """Return how likely tokens are among all, fp32 [R, N], as `log_probabilities_at` does."""
+        ...
+
     def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
         """Return what was decided on `distributions` (at most `most` tokens): rank 0's decision."""
         ...
@@ -191,6 +197,12 @@ class Sampler:
     def distributions(self, logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         """See `target_distribution`."""
         return target_distribution(logits_RV, rows)
+
+    def log_probabilities(
+        self, logits_RV: torch.Tensor, ids_RN: torch.Tensor, rows: SamplingRows
+    ) -> torch.Tensor:
+        """See `log_probabilities_at`."""
+        return log_probabilities_at(logits_RV, ids_RN, rows)
 
     def agreed(self, token_ids: Sequence[int], most: int) -> Sequence[int]:
         """Return them: nobody else decides."""
@@ -324,6 +336,21 @@ def target_distribution(logits_RV: torch.Tensor, rows: SamplingRows) -> torch.Te
         one_hot_RV = torch.zeros_like(p_RV).scatter_(1, logits_RV.argmax(-1, keepdim=True), 1.0)
         p_RV = torch.where(rows.temperature[:, None] == 0.0, one_hot_RV, p_RV)
     return p_RV
+
+
+def log_probabilities_at(logits_RV: torch.Tensor, ids_RN: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Return the log of how likely tokens are at each row's temperature (1 where it is greedy), without cuts.
+
+    Args:
+        logits_RV: any floating dtype, over the whole vocabulary.
+        ids_RN: int64, tokens of each row.
+        rows: as many rows, on the same device.
+
+    Returns:
+        fp32 [R, N].
+    """
+    temperature_R = rows.temperature.masked_fill(rows.temperature == 0.0, 1.0)
+    return (logits_RV.float() / temperature_R[:, None]).log_softmax(-1).gather(1, ids_RN)
 
 
 def logprobs_of(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.core.request import Request
-from specdec.kv.selection import BudgetAmount, KvBudgets
+from specdec.kv.selection import KvBudgets, WrittenBudget
 from specdec.scheduling.service_rates import Expectation
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import Schedulable, ServiceKey
@@ -79,14 +79,14 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
         _check_drafter(request.drafter, limits.drafters)
 
 
-def _check_kv_budget(amount: BudgetAmount, num_draft_tokens: int | None, budgets: KvBudgets | None) -> None:
+def _check_kv_budget(written: WrittenBudget, num_draft_tokens: int | None, budgets: KvBudgets | None) -> None:
     param = "speculation.kv_budget"
     if budgets is None:
         raise InputError(
             f"{param}: drafts attend to everything here (speculative_config.kv.policy: full): leave it out",
             param=param,
         )
-    fault = budgets.fault(amount, num_draft_tokens)
+    fault = budgets.fault(written, num_draft_tokens)
     if fault is not None:
         raise InputError(f"{param}: {fault}", param=param)
 

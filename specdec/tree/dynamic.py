@@ -39,9 +39,13 @@ class DynamicTree:
         """See `TreeShape`."""
         return _DynamicGrowth(self, num_nodes)
 
+    def num_levels(self, num_nodes: int) -> int:
+        """See `TreeShape`."""
+        return min(self.depth, num_nodes)
+
     def num_looked_behind(self, num_nodes: int) -> int:
         """See `TreeShape`."""
-        looked_behind = self.top_k * (min(self.depth, num_nodes) - 1)
+        looked_behind = self.top_k * (self.num_levels(num_nodes) - 1)
         return min(looked_behind, num_nodes) if self.is_frugal else looked_behind
 
     def within(self, max_depth: int) -> DynamicTree:
@@ -89,7 +93,7 @@ class _DynamicGrowth:
                 self._parents.append(node)
                 self._values.append(before + min(child.log_confidence, 0.0))
         self._num_levels += 1
-        if self._num_levels >= min(self._shape.depth, self._num_nodes):
+        if self._num_levels >= self._shape.num_levels(self._num_nodes):
             return ()
         # What is not among the best now has no child that could be: it is not looked behind.
         among_best = set(self._ranked()[: self._num_nodes - 1])

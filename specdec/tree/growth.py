@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.tree.topology import pruned_parents
 
 
@@ -89,6 +90,10 @@ class TreeShape(Protocol):
         """Begin a tree of at most so many nodes, which is at least 1."""
         ...
 
+    def num_levels(self, num_nodes: int) -> int:
+        """Return how long the longest path of such a tree is, at most: so often children are looked up."""
+        ...
+
     def num_looked_behind(self, num_nodes: int) -> int:
         """Return behind how many nodes of such a tree, at most, children are looked up."""
         ...
@@ -100,3 +105,11 @@ class TreeShape(Protocol):
     def within(self, max_depth: int) -> TreeShape:
         """Return what is left of it where no path may have more nodes than `max_depth`, at least 1."""
         ...
+
+
+def levels_of(shape: TreeShape | None) -> tuple[int, ...]:
+    """Return how many levels trees of 1, 2, ... nodes have, as far as trees may go; nothing for chains."""
+    if shape is None:
+        return ()
+    most = min(shape.max_nodes, MAX_DRAFT_TOKENS)
+    return tuple(shape.num_levels(number) for number in range(1, most + 1))

@@ -72,11 +72,15 @@ class StaticTree:
     @property
     def max_depth(self) -> int:
         """See `TreeShape`."""
-        return max(self._depths(), default=0)
+        return self.num_levels(self.max_nodes)
 
     def begin(self, num_nodes: int) -> _StaticGrowth:
         """See `TreeShape`."""
         return _StaticGrowth(self.parents[:num_nodes], self.ranks[:num_nodes])
+
+    def num_levels(self, num_nodes: int) -> int:
+        """See `TreeShape`."""
+        return max(self._depths()[:num_nodes], default=0)
 
     def num_looked_behind(self, num_nodes: int) -> int:
         """See `TreeShape`."""
@@ -135,12 +139,15 @@ class _StaticGrowth:
         return token_tree(sorted(self._tokens), self._tokens, self._parents)
 
 
-def best_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int | None = None) -> StaticTree:
+def best_tree(
+    acceptance: Sequence[float] | Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
+) -> StaticTree:
     """Return the tree of so many nodes from which most tokens are expected, its nodes in order of value.
 
     Args:
         acceptance: entry r: how often the child of rank r stands where its parent does; at one node they
-            exclude each other, so they sum to 1 at most.
+            exclude each other, so they sum to 1 at most. Or such a list for each depth, beginning with that
+            of first tokens: there are heads for so many, and no node is deeper.
         num_nodes: of the tree; fewer where `max_depth` and ranks allow no more.
         max_depth: longest path; None: any.
 
@@ -148,24 +155,40 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, max_depth: int | None
     worth them: the tree is found by dynamic programming over how many nodes each child gets (Sequoia: Chen
     et al., 2024, who measure `acceptance` and do the same).
     """
-    depth = num_nodes if max_depth is None else min(max_depth, num_nodes)
-    table = _SubtreeTable(tuple(acceptance), num_nodes, depth)
+    by_depth = _by_depth(acceptance, num_nodes if max_depth is None else min(max_depth, num_nodes))
+    depth = len(by_depth)
+    table = _SubtreeTable(by_depth, num_nodes)
     size = max(range(num_nodes + 1), key=lambda n: (table.value(n, depth), -n))
     paths: list[tuple[float, Path]] = []
     table.collect(size, depth, 1.0, (), paths)
     return StaticTree.of_paths(_in_order(paths))
 
 
+def _by_depth(
+    acceptance: Sequence[float] | Sequence[Sequence[float]], max_depth: int
+) -> tuple[tuple[float, ...], ...]:
+    """Return the rates by rank of every depth, of `max_depth` at most."""
+    of_all: list[float] = []
+    of_each: list[tuple[float, ...]] = []
+    for one in acceptance:
+        if isinstance(one, Sequence):
+            of_each.append(tuple(one))
+        else:
+            of_all.append(one)
+    return tuple(of_each[:max_depth]) if of_each else (tuple(of_all),) * max_depth
+
+
 class _SubtreeTable:
     """Most tokens expected below a node that stands, by nodes below it and depth that is left."""
 
-    def __init__(self, acceptance: tuple[float, ...], num_nodes: int, max_depth: int) -> None:
-        self._acceptance = acceptance
-        # _below[d][n]: with exactly n nodes; _shared[d][r][n]: by the children from rank r on, with n nodes.
+    def __init__(self, by_depth: Sequence[tuple[float, ...]], num_nodes: int) -> None:
+        # By the depth d that is left: _rates[d] of children; _below[d][n]: with exactly n nodes;
+        # _shared[d][r][n]: by the children from rank r on, with n nodes.
+        self._rates: list[tuple[float, ...]] = [(), *reversed(by_depth)]
         self._below: list[list[float]] = [[0.0, *[-math.inf] * num_nodes]]
         self._shared: list[list[list[float]]] = [[]]
-        for _ in range(max_depth):
-            shared = self._share(self._below[-1], num_nodes)
+        for rates in self._rates[1:]:
+            shared = _share(rates, self._below[-1], num_nodes)
             self._shared.append(shared)
             self._below.append(shared[0])
 
@@ -177,7 +200,7 @@ class _SubtreeTable:
     ) -> None:
         """Add the nodes below one that stands with probability `reached`."""
         left = num_nodes
-        for rank, rate in enumerate(self._acceptance):
+        for rank, rate in enumerate(self._rates[depth]):
             if left == 0:
                 return
             size = self._first_size(rank, left, depth)
@@ -189,24 +212,26 @@ class _SubtreeTable:
         """Return how many nodes the child of a rank gets of those left for it and the later ones."""
         return max(
             range(1, left + 1),
-            key=lambda size: self._split_value(self._below[depth - 1], self._shared[depth], rank, size, left),
+            key=lambda size: _split_value(
+                self._rates[depth][rank], self._below[depth - 1], self._shared[depth][rank + 1], size, left
+            ),
         )
 
-    def _split_value(
-        self, below: list[float], shared: list[list[float]], rank: int, size: int, left: int
-    ) -> float:
-        rest = shared[rank + 1][left - size]
-        return self._acceptance[rank] * (1.0 + below[size - 1]) + rest
 
-    def _share(self, below: list[float], num_nodes: int) -> list[list[float]]:
-        num_ranks = len(self._acceptance)
-        shared = [[0.0, *[-math.inf] * num_nodes] for _ in range(num_ranks + 1)]
-        for rank in reversed(range(num_ranks)):
-            for left in range(1, num_nodes + 1):
-                shared[rank][left] = max(
-                    self._split_value(below, shared, rank, size, left) for size in range(1, left + 1)
-                )
-        return shared
+def _share(rates: Sequence[float], below: Sequence[float], num_nodes: int) -> list[list[float]]:
+    """Return what children with these rates bring from each rank on, by how many nodes they share."""
+    shared = [[0.0, *[-math.inf] * num_nodes] for _ in range(len(rates) + 1)]
+    for rank in reversed(range(len(rates))):
+        for left in range(1, num_nodes + 1):
+            shared[rank][left] = max(
+                _split_value(rates[rank], below, shared[rank + 1], size, left) for size in range(1, left + 1)
+            )
+    return shared
+
+
+def _split_value(rate: float, below: Sequence[float], later: Sequence[float], size: int, left: int) -> float:
+    """Return what comes of `left` nodes where a child has `size` of them, and later ones the others."""
+    return rate * (1.0 + below[size - 1]) + later[left - size]
 
 
 def _in_order(paths: Sequence[tuple[float, Path]]) -> list[Path]:

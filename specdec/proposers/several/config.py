@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
-from specdec.kv.selection import KvSelectionConfig
+from specdec.kv.selection import KvSelectionConfig, with_tokens_as_budget
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
 from specdec.proposers.lookup_config import RetrievalConfig, SuffixConfig
 from specdec.proposers.tree_config import ChainConfig, TreeConfig
@@ -22,6 +22,8 @@ MOST_CHOICES: Final = 4
 MOST_DRAFTERS: Final = 8
 """Those that only look on included."""
 _OWN_KEYS: Final = frozenset({"name", "share", "shadow"})
+OwnKvSelection = Annotated[KvSelectionConfig, BeforeValidator(with_tokens_as_budget)]
+"""Of drafters that keep what they attend to."""
 
 
 class NamedDrafter(StrictConfig):
@@ -101,7 +103,7 @@ class ModelDrafter(NamedDrafter):
     """Compilation of its forward."""
     cache: CacheConfig | None = None
     """Its KV cache; None: 256 MiB."""
-    kv: KvSelectionConfig = KvSelectionConfig()
+    kv: OwnKvSelection = KvSelectionConfig()
     """As `speculative_config.kv`, with one budget."""
 
 
@@ -146,8 +148,12 @@ class HeadsDrafter(_AtTarget):
     """What drafts from the target's hidden states, in its process."""
     model: str | None = None
     """Path of the folder of its weights; mtp without it: the target's own folder."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prefix that they continue, in tokens, where they have K/V of their own; None: the target's."""
     cache: CacheConfig | None = None
     """K/V of its own, where it has some; None: 256 MiB."""
+    kv: OwnKvSelection = KvSelectionConfig()
+    """As `speculative_config.kv`, with one budget."""
 
 
 DrafterConfig = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,10 @@ MAX_CLASSES = 64
 _FIRST_GUESS = 0.65
 """Acceptance of a class that nothing is known of."""
 _FIRST_GUESS_TRIALS = 4.0
+_FIRST_FALL = 1.0
+"""How soon nodes of a tree of which nothing is known stand less often: node j as often as the first one over
+j to the power of this."""
+_MOST_FALL, _NUM_NEWTON = 4.0, 4
 _FIRST_AVAILABILITY = 0.99
 _CLASS_TRIALS = 24.0
 """Trials at one position of a class that weigh as much as its mean over all positions."""
@@ -112,12 +116,21 @@ class AcceptanceTracker:
     Of a tree whose nodes come in order of value, position j is node j. What asking for it adds is how often
     it stands, v_j, whatever stands before it; that is the product of v_i / v_(i - 1), and so a trial at j is
     that node j - 1 stood, a success that node j did. Of a chain that is what it says; of a tree it is right
-    on the average, and a success may come without a trial.
+    on the average, and a success may come without a trial. Where little is known, tokens of a chain are
+    thought to be accepted as often as others. Nodes of a tree fall off ever more slowly, since siblings of
+    likely nodes come late: v_j is thought to be a power of j, as that of the nodes that are known is. By the
+    mean, trees would hardly become larger than those that are known.
     """
 
-    def __init__(self, num_positions: int, max_classes: int = MAX_CLASSES) -> None:
+    def __init__(
+        self,
+        num_positions: int,
+        max_classes: int = MAX_CLASSES,
+        shape: Literal["chain", "tree"] = "chain",
+    ) -> None:
         """Track the first `num_positions` draft tokens of proposals, of so many classes apart."""
         self.num_positions = max(1, num_positions)
+        self._usual_rates = _usual_in_chains if shape == "chain" else _usual_in_trees
         self._max_classes = max_classes
         self._slots: dict[RequestId, int] = {}
         self._names: list[RequestId] = []
@@ -131,7 +144,7 @@ class AcceptanceTracker:
         self._classes: dict[str, int] = {OTHER_CLASS: 0}
         self._class_verdicts = _Counts(self.num_positions)
         self._class_lengths = _Counts(self.num_positions)
-        self._class_failures = np.full((8, self.num_positions), 1.0 - _FIRST_GUESS)
+        self._class_failures = np.tile(1.0 - self._class_rates(0), (8, 1))
         self._class_presence = np.full((8, self.num_positions), _FIRST_AVAILABILITY)
         self._class_spread: dict[int, float] = {}
         """Variance of the factors of a class's requests."""
@@ -263,8 +276,15 @@ class AcceptanceTracker:
         for index, members in _by_class(of_class):
             self._fade_class(index, num_rounds)
             _decay_in(self._class_verdicts, index, trials[members].sum(0), successes[members].sum(0))
-            self._class_failures[index] = 1.0 - _class_rates(self._class_verdicts, index)
+            self._class_failures[index] = 1.0 - self._class_rates(index)
             self._note_spread(index, self._totals[slots[members]], num_rounds)
+
+    def _class_rates(self, index: int) -> Floats:
+        """Return the acceptance of a class by position; where little is known, what is usual."""
+        trials, successes = self._class_verdicts.trials[index], self._class_verdicts.successes[index]
+        usual = self._usual_rates(trials, successes)
+        rates: Floats = (successes + _CLASS_TRIALS * usual) / (trials + _CLASS_TRIALS)
+        return np.minimum(rates, 1.0)
 
     def _accepted(self, verdicts: Sequence[DraftOutcome]) -> NDArray[np.bool_]:
         """Return which tokens of each proposal were accepted, [verdicts, positions]."""
@@ -444,9 +464,25 @@ def _decay_in(counts: _Counts, index: int, trials: Floats, successes: Floats) ->
     counts.successes[index] = counts.successes[index] * kept + successes
 
 
-def _class_rates(counts: _Counts, index: int) -> Floats:
-    """Return the acceptance of a class by position; where little is known, near its mean."""
-    trials, successes = counts.trials[index], counts.successes[index]
+def _usual_in_chains(trials: Floats, successes: Floats) -> Floats:
+    """Return the mean over all positions, for each."""
     mean = (successes.sum() + _FIRST_GUESS_TRIALS * _FIRST_GUESS) / (trials.sum() + _FIRST_GUESS_TRIALS)
-    rates: Floats = (successes + _CLASS_TRIALS * mean) / (trials + _CLASS_TRIALS)
-    return np.minimum(rates, 1.0)
+    return np.full(len(trials), mean)
+
+
+def _usual_in_trees(trials: Floats, successes: Floats) -> Floats:
+    """Return how often each node stands over how often the one before does, where that is a power of its
+    place: the power of which as many successes are expected as there were.
+    """
+    first = (successes[0] + _FIRST_GUESS_TRIALS * _FIRST_GUESS) / (trials[0] + _FIRST_GUESS_TRIALS)
+    places = np.arange(1.0, len(trials))
+    log_ratios = np.log(places / (places + 1.0))
+    weights = trials[1:].copy()
+    weights[:1] += _FIRST_GUESS_TRIALS
+    num_successes = successes[1:].sum() + _FIRST_GUESS_TRIALS * 0.5**_FIRST_FALL
+    fall = _FIRST_FALL
+    for _ in range(_NUM_NEWTON if len(places) else 0):
+        expected = weights * np.exp(fall * log_ratios)
+        fall += float((num_successes - expected.sum()) / (expected * log_ratios).sum())
+        fall = min(max(fall, 0.0), _MOST_FALL)
+    return np.concatenate(([first], np.exp(fall * log_ratios)))

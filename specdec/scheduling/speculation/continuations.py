@@ -58,13 +58,14 @@ class Continuations:
         is_foreign: bool,
     ) -> tuple[int, ...]:
         """Share out continuations of a request, as `SpeculationController.fan_out` says."""
-        at = None if decision is None else decision.index.get(request_id)
-        if decision is None or at is None:
+        if decision is None:
             return (0,) * (num_pending + 1)
+        at = decision.index.get(request_id)
         num_branches = min(max_branches, decision.option.num_branches)
         if num_pending == 0:
             return (num_branches,)
-        levels = decision.acceptance_levels[at]
+        # Who has come since is like the others: left out, it would be waited for in each round.
+        levels = decision.usual_levels if at is None else decision.acceptance_levels[at]
         if is_foreign:
             own = (levels[0] + 0.5) / NUM_LEVELS
             accepted = self._stand_ins.accepted[:num_pending]
@@ -122,11 +123,4 @@ class Continuations:
 
     def _note_ahead(self, ahead: AheadOutcome) -> None:
         self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
-        if ahead.num_prepared == 0:
-            return
-        if ahead.num_accepted < ahead.num_pending and not ahead.is_foreign:
-            self._ranks.note(ahead.num_prepared, ahead.rank)
-        elif ahead.rank != 0 and ahead.num_prepared > 1:
-            # The first guess behind a proposal that stands, or that is not the drafter's own, is what it
-            # would have drafted; those after it are guesses.
-            self._ranks.note(ahead.num_prepared - 1, None if ahead.rank is None else ahead.rank - 1)
+        self._ranks.hear(ahead)

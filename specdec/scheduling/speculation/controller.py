@@ -175,6 +175,7 @@ class FixedController:
         self._mode = mode
         self._num_decoding = 0
         self._ranks = GuessRanks()
+        self._accepted, self._foreign_accepted = _USUAL_ACCEPTANCE, _USUAL_FOREIGN_ACCEPTANCE
 
     @property
     def mode(self) -> OverlapMode:
@@ -202,23 +203,39 @@ class FixedController:
     def fan_out(
         self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
     ) -> tuple[int, ...]:
-        """Share out by what is usual: two of three tokens accepted, or of foreign ones two of five."""
-        usual = _USUAL_ACCEPTANCE[: num_pending + 1]
+        """Share out by how often tokens have been accepted lately, and which guesses were right."""
         if is_foreign:
-            return share_guesses_behind_foreign(
-                _USUAL_FOREIGN_ACCEPTANCE[:num_pending], usual[0], self._ranks.rates, max_branches
-            )
-        return share_guesses(usual, self._ranks.rates, max_branches)
+            foreign = (self._foreign_accepted,) * num_pending
+            return share_guesses_behind_foreign(foreign, self._accepted, self._ranks.rates, max_branches)
+        return share_guesses((self._accepted,) * (num_pending + 1), self._ranks.rates, max_branches)
 
     def observe(self, observation: RoundObservation) -> None:
-        """Nothing to learn."""
+        """Learn what continuations are shared out by: all else stays as it is."""
+        if self._mode != "draft_ahead":
+            return
+        for one in observation.outcomes:
+            self._accepted = _moved(self._accepted, one)
+        for one in observation.stand_ins:
+            self._foreign_accepted = _moved(self._foreign_accepted, one)
+        for ahead in observation.ahead:
+            self._ranks.hear(ahead)
 
     def think(self) -> None:
         """Nothing to learn."""
 
 
-_USUAL_ACCEPTANCE = (0.67,) * 65
-_USUAL_FOREIGN_ACCEPTANCE = (0.4,) * 64
+_USUAL_ACCEPTANCE, _USUAL_FOREIGN_ACCEPTANCE = 0.67, 0.4
+"""Two of three tokens, or of foreign ones two of five."""
+_DECAY = 1.0 / 256.0
+
+
+def _moved(accepted: float, outcome: DraftOutcome) -> float:
+    """Return how likely a token is accepted when it is reached, one proposal later."""
+    num_reached = min(outcome.num_drafted, outcome.num_accepted + 1)
+    kept = (1.0 - _DECAY) ** num_reached
+    return (
+        accepted if num_reached == 0 else kept * accepted + (1.0 - kept) * outcome.num_accepted / num_reached
+    )
 
 
 def bounded_choice(

@@ -22,6 +22,8 @@ _MEASURED_WITHIN = 0.02
 """About how far, as a share, two measurements of one thing are apart."""
 _SMALLEST_SHARE = 0.1
 """A step without any context costs at least this share of what was measured with some."""
+_NODE = 0.02
+"""What a further node of a tree is thought to cost, as a share of what a further level costs."""
 
 
 class VerifyShape(NamedTuple):
@@ -206,21 +208,37 @@ def _step_region(num_steps: int) -> int:
 
 
 class DraftCost:
-    """T_draft: a start, and steps that cost by how many sequences take part in them, corrected by region; and
+    """T_draft: a start, and what each token costs by how many sequences have one, corrected by region; and
     the wire, which is learnt of its own.
+
+    Of a chain each token is a step, and costs as much as the others. Of a tree each level is one: a node
+    costs much where it is the first of its level, and little elsewhere.
     """
 
-    def __init__(self, points: Sequence[DraftPoint], max_sequences: int, max_steps: int) -> None:
-        """Fit measured points; tables have entries up to `max_sequences`, and `max_steps` steps."""
+    def __init__(
+        self,
+        points: Sequence[DraftPoint],
+        max_sequences: int,
+        max_steps: int,
+        tree_levels: Sequence[int] = (),
+    ) -> None:
+        """Fit measured points; tables have entries up to `max_sequences`, and `max_steps` draft tokens.
+
+        `tree_levels` as `ProposerCapabilities.tree_levels`.
+        """
         self._max_sequences = max_sequences
+        places = _places(tree_levels, max(max_steps, *(point.num_steps for point in points)))
         self.per_token = _draft_context_slope(points)
+        self._reading = _context_reading(points, places)[:max_steps]
+        """[K]: what a token of context costs for the first, the second, ... draft token."""
         self._per_unseen = _unseen_slope(points)
-        knots, starts, steps = self._fit(points)
-        self._knots = np.array(knots)
+        self._knots, starts, steps = self._fit(points, places, max_steps)
         numbers = np.arange(max_sequences + 1)
-        self._start = _over_sequences(numbers, self._knots, np.array(starts))
-        self._step = _over_sequences(numbers, self._knots, np.array(steps))
-        self._step[0] = 0.0
+        self._start = _over_sequences(numbers, self._knots, starts)
+        self._steps = np.stack([_over_sequences(numbers, self._knots, one) for one in steps])
+        """[K, sequences]: the rest of what each draft token costs, by how many have one."""
+        self._steps[:, 0] = 0.0
+        self._tokens = np.arange(max_steps)
         self._corrections = Corrections(len(self._knots), _STEP_REGIONS)
         self._nearest = np.abs(np.log(np.maximum(numbers, 1))[:, None] - np.log(self._knots)).argmin(1)
         self._regions = np.array([_step_region(step) for step in range(1, max_steps + 1)])
@@ -231,7 +249,7 @@ class DraftCost:
     def per_sequence_s(self, num_sequences: int) -> float:
         """Return what one more sequence adds to a step of about so many, beside its context."""
         number = min(max(num_sequences, 2), self._max_sequences)
-        return float(self._step[number] - self._step[1]) / max(1, number - 1)
+        return float((self._steps[:, number] - self._steps[:, 1]).mean()) / max(1, number - 1)
 
     def by_steps(
         self,
@@ -240,18 +258,19 @@ class DraftCost:
         *,
         is_overlapped: bool = False,
     ) -> Floats:
-        """Return seconds of drafting for different numbers of steps.
+        """Return seconds of drafting for different numbers of tokens.
 
         Args:
-            taking_part: [..., K]: how many sequences take part in each step; never rising over the steps.
-            mean_context: tokens that a sequence attends to; of all, or of those in each step: [..., K].
+            taking_part: [..., K]: how many sequences have a first, a second, ... token; never rising.
+            mean_context: tokens that a sequence attends to; of all, or of those with each token: [..., K].
             is_overlapped: whether the target works at the same time.
 
         Returns:
-            [..., K]: the time of the first 1 to K steps; 0 where nobody takes part.
+            [..., K]: the time of the first 1 to K tokens; 0 where nobody takes part.
         """
         numbers = np.minimum(taking_part, self._max_sequences).astype(np.int64)
-        seconds = self._step[numbers] + (mean_context * self.per_token) * numbers
+        tokens = self._tokens[: numbers.shape[-1]]
+        seconds = self._steps[tokens, numbers] + (mean_context * self._reading[tokens]) * numbers
         first = numbers[..., :1]
         total: Floats = np.cumsum(seconds, axis=-1) + self._start[first]
         factors = self._corrections.factors(is_overlapped=is_overlapped)
@@ -299,7 +318,10 @@ class DraftCost:
             for step in range(num_steps)
         ]
         expected = float(self._start[numbers[0]])
-        expected += sum(float(self._step[one]) + mean_context * self.per_token * one for one in numbers)
+        expected += sum(
+            float(self._steps[step, one]) + mean_context * float(self._reading[step]) * one
+            for step, one in enumerate(numbers)
+        )
         if expected > 0.0:
             at = int(self._nearest[numbers[0]])
             surprise = self._corrections.note(
@@ -307,25 +329,65 @@ class DraftCost:
             )
             self.spread.note(ready_s / (work_s / surprise + self._wire.seconds))
 
-    def _fit(self, points: Sequence[DraftPoint]) -> tuple[list[int], list[float], list[float]]:
-        knots = sorted({point.num_sequences for point in points})
+    def _fit(
+        self, points: Sequence[DraftPoint], places: Floats, max_steps: int
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return numbers of sequences, [N], what drafting for so many begins with, [N], and what each token
+        adds, [K, N].
+        """
+        lines = _by_sequences(points)
         starts: list[float] = []
-        steps: list[float] = []
-        for knot in knots:
-            here = [point for point in points if point.num_sequences == knot]
-            fewest = min((point.num_unseen, point.context_tokens) for point in here)
-            plain = [point for point in here if (point.num_unseen, point.context_tokens) == fewest]
-            short = min(plain, key=lambda point: point.num_steps)
-            long = max(plain, key=lambda point: point.num_steps)
-            step = 0.0
-            if long.num_steps > short.num_steps:
-                step = max(0.0, (long.seconds - short.seconds) / (long.num_steps - short.num_steps))
-            context = short.context_tokens * self.per_token
-            start = short.seconds - short.num_steps * step
-            starts.append(max(start, 0.0, _SMALLEST_SHARE * short.seconds - step))
-            steps.append(max(step - context, _SMALLEST_SHARE * step))
-        weights = np.ones(len(knots))
-        return knots, rising(np.array(starts), weights).tolist(), rising(np.array(steps), weights).tolist()
+        steps: list[Floats] = []
+        for line in lines.values():
+            seconds = np.maximum.accumulate([point.seconds for point in line.values()])
+            added = _added(np.array(list(line)), seconds, places)[:max_steps]
+            short, first = next(iter(line.values())), float(added[0])
+            start = short.seconds - short.num_steps * first
+            starts.append(max(start, 0.0, _SMALLEST_SHARE * short.seconds - first))
+            steps.append(np.maximum(added - short.context_tokens * self._reading, _SMALLEST_SHARE * added))
+        weights = np.ones(len(lines))
+        rising_steps = [rising(column, weights) for column in np.stack(steps, axis=1)]
+        return np.array(list(lines)), rising(np.array(starts), weights), np.array(rising_steps)
+
+
+def _by_sequences(points: Sequence[DraftPoint]) -> dict[int, dict[int, DraftPoint]]:
+    """Return, by rising number of sequences, what was measured with the least context and the least to read:
+    by rising number of draft tokens.
+    """
+    lines: dict[int, dict[int, DraftPoint]] = {}
+    for number in sorted({point.num_sequences for point in points}):
+        here = [point for point in points if point.num_sequences == number]
+        fewest = min((point.num_unseen, point.context_tokens) for point in here)
+        plain = [point for point in here if (point.num_unseen, point.context_tokens) == fewest]
+        lines[number] = {}
+        for point in sorted(plain, key=lambda point: point.num_steps):
+            lines[number].setdefault(point.num_steps, point)
+    return lines
+
+
+def _places(tree_levels: Sequence[int], most: int) -> Floats:
+    """Return how far drafting has come with 0, 1, ... `most` draft tokens: in steps, and a little for each
+    node of a tree.
+    """
+    numbers = np.arange(most + 1, dtype=np.float64)
+    if not tree_levels:
+        return numbers
+    levels = np.array([0, *tree_levels])[np.minimum(numbers, len(tree_levels)).astype(np.int64)]
+    return levels + _NODE * numbers
+
+
+def _added(budgets: NDArray[np.int64], totals: Floats, places: Floats) -> Floats:
+    """Return what the first, the second, ... draft token adds, given `totals` of some budgets, never falling.
+
+    What lies between two budgets is shared out by `places`; behind the last one it goes on as over all.
+    """
+    if len(budgets) == 1:
+        return np.zeros(len(places) - 1)
+    slopes = np.diff(totals) / np.diff(places[budgets])
+    over_all = (totals[-1] - totals[0]) / (places[budgets[-1]] - places[budgets[0]])
+    between = np.searchsorted(budgets, np.arange(1, len(places)))
+    added: Floats = np.array([slopes[0], *slopes, over_all])[between] * np.diff(places)
+    return added
 
 
 def _over_sequences(numbers: NDArray[np.int64], knots: Floats, values: Floats) -> Floats:
@@ -339,17 +401,34 @@ def _over_sequences(numbers: NDArray[np.int64], knots: Floats, values: Floats) -
 
 def _draft_context_slope(points: Sequence[DraftPoint]) -> float:
     """Return the cost of a token of context per step."""
+    slopes = [rise / num_steps for num_steps, rise in _context_rises(points)]
+    return _median(slopes) if slopes else 0.0
+
+
+def _context_rises(points: Sequence[DraftPoint]) -> list[tuple[int, float]]:
+    """Return the cost of a token of context for whole proposals, with their number of draft tokens."""
     by_shape: dict[tuple[int, int, int], list[DraftPoint]] = {}
     for point in points:
         by_shape.setdefault((point.num_sequences, point.num_steps, point.num_unseen), []).append(point)
-    slopes = []
+    rises = []
     for (_, num_steps, _), here in by_shape.items():
         low = min(here, key=lambda point: point.context_tokens)
         high = max(here, key=lambda point: point.context_tokens)
         if high.context_tokens > low.context_tokens:
             rise = (high.seconds - low.seconds) / (high.context_tokens - low.context_tokens)
-            slopes.append(max(0.0, rise / num_steps))
-    return _median(slopes) if slopes else 0.0
+            rises.append((num_steps, max(0.0, rise)))
+    return rises
+
+
+def _context_reading(points: Sequence[DraftPoint], places: Floats) -> Floats:
+    """Return the cost of a token of context for the first, the second, ... draft token."""
+    rises: dict[int, list[float]] = {}
+    for num_steps, rise in _context_rises(points):
+        rises.setdefault(num_steps, []).append(rise)
+    if not rises:
+        return np.zeros(len(places) - 1)
+    totals = [0.0, *(_median(rises[num_steps]) for num_steps in sorted(rises))]
+    return _added(np.array([0, *sorted(rises)]), np.maximum.accumulate(totals), places)
 
 
 def _unseen_slope(points: Sequence[DraftPoint]) -> float:
@@ -378,6 +457,7 @@ class CostModel:
         max_sequences: int,
         max_steps: int,
         num_drafters: int = 1,
+        tree_levels: Sequence[Sequence[int]] = (),
     ) -> None:
         """Begin with a profile.
 
@@ -387,11 +467,16 @@ class CostModel:
             max_sequences: most sequences, prepared continuations included.
             max_steps: longest proposal.
             num_drafters: those that the profile says nothing of are thought to cost what is usual.
+            tree_levels: by drafter; see `DraftCost`. Those for which nothing is said draft chains.
         """
         self.verify = VerifyCost(profile.verify, profile.num_stepped_rows, max_rows)
         known = [points or assumed_profile().draft for points in profile.drafts]
         known += [assumed_profile().draft] * (num_drafters - len(known))
-        self.drafts = tuple(DraftCost(points, max_sequences, max(1, max_steps)) for points in known)
+        levels = [*tree_levels, *[()] * len(known)]
+        self.drafts = tuple(
+            DraftCost(points, max_sequences, max(1, max_steps), its_levels)
+            for points, its_levels in zip(known, levels, strict=False)
+        )
         """By drafter."""
         self.draft = self.drafts[0]
 

@@ -64,6 +64,13 @@ class Decision:
         return (option.round_s if seconds is None else seconds) * (0.5 if option.kind == "ping_pong" else 1.0)
 
     @cached_property
+    def usual_levels(self) -> bytes:
+        """Acceptance by position, the mean over all, in `NUM_LEVELS` levels."""
+        by_request = np.array([np.frombuffer(levels, np.uint8) for levels in self.acceptance_levels])
+        mean: bytes = by_request.mean(axis=0).round().astype(np.uint8).tobytes()
+        return mean
+
+    @cached_property
     def compares_as(self) -> Hashable:
         """Equal for decisions whose rounds compare."""
         return self.option.kind, self.region

@@ -70,6 +70,7 @@ class GoodputController:
             max_sequences=settings.max_sequences * max(1, settings.max_branches),
             max_steps=num_steps,
             num_drafters=max(1, len(settings.drafter_caps)),
+            tree_levels=settings.tree_levels,
         )
         overheads = Overheads()
         self._facts = RequestFacts(settings)

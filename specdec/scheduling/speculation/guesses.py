@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.proposal import AheadOutcome
+
 Floats = NDArray[np.float64]
 
 MAX_GUESSES = 32
@@ -58,6 +60,17 @@ class GuessRanks:
         self._hits[:num_tried] *= kept
         if rank is not None and rank < MAX_GUESSES:
             self._hits[rank] += 1.0
+
+    def hear(self, ahead: AheadOutcome) -> None:
+        """Learn from what became of the continuations of one verdict, where it says anything of ranks."""
+        if ahead.num_prepared == 0:
+            return
+        if ahead.num_accepted < ahead.num_pending and not ahead.is_foreign:
+            self.note(ahead.num_prepared, ahead.rank)
+        elif ahead.rank != 0 and ahead.num_prepared > 1:
+            # The first guess behind a proposal that stands, or that is not the drafter's own, is what it
+            # would have drafted; those after it are guesses.
+            self.note(ahead.num_prepared - 1, None if ahead.rank is None else ahead.rank - 1)
 
 
 class GuessGains:

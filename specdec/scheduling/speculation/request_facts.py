@@ -29,7 +29,12 @@ class RequestFacts:
         """Pick among the budgets or the drafters of `settings`, where there are several."""
         num_drafters = max(1, len(settings.drafter_caps))
         self._max_draft_tokens = settings.max_draft_tokens
-        self.acceptance = AcceptanceTracker(max(1, settings.max_draft_tokens), num_drafters * MAX_CLASSES)
+        are_trees = len(settings.tree_levels) > 0 and all(settings.tree_levels)
+        self.acceptance = AcceptanceTracker(
+            max(1, settings.max_draft_tokens),
+            num_drafters * MAX_CLASSES,
+            "tree" if are_trees else "chain",
+        )
         self._classes: dict[RequestId, str] = {}
         self._verdict_round = 0
         """Rounds in which there were drafts."""

@@ -40,6 +40,9 @@ class ControllerSettings:
     """Largest k of each of several drafters, of which one is picked for each request; empty: there is one."""
     budgeted_drafter: int | None = None
     """Which of several attends to a part of a text alone (`Schedulable.draft_context`); None: none does."""
+    tree_levels: tuple[tuple[int, ...], ...] = ()
+    """By drafter, of one that is alone too: how many levels trees of 1, 2, ... nodes have
+    (`ProposerCapabilities.tree_levels`)."""
 
     kv_budgets: tuple[KvBudget, ...] = ()
     """What drafts of a request may attend to; of several, one is picked for each request."""

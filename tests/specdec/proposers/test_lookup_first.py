@@ -81,10 +81,6 @@ def test_it_is_asked_for_by_number() -> None:
     [
         ({"lookup_first": 4}, "a target that drafts for itself; method ngram is none of them"),
         (
-            {"method": "eagle", "model": "m", "lookup_first": 4, "heads_at": "draft_pool"},
-            "does not go with heads_at: draft_pool yet",
-        ),
-        (
             {"method": "draft_model", "model": "m", "lookup_first": 4, "fallback": "suffix"},
             "would keep all texts twice: write fallback: ngram",
         ),

@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from cluster.pool_drafter import capabilities_in_pool
 from specdec.core.errors import CheckpointError, ConfigError
+from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.config import SELF_METHODS, SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import draft_window
 from specdec.proposers.registry import FACTORIES, create_proposer
 from specdec.proposers.target_facts import TargetFacts
+from specdec.proposers.tree_config import tree_shape
+from specdec.tree.growth import levels_of
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
 from tests.specdec.proposers import (
     test_draft_model,
@@ -136,7 +140,6 @@ DYNAMIC = {"shape": "dynamic", "top_k": 3, "depth": 4}
             "12 nodes, of which num_speculative_tokens: 8 would never",
         ),
         ({"tree": DYNAMIC, "overlap": "draft_ahead"}, "not drafted ahead: write overlap: ping_pong"),
-        ({"tree": DYNAMIC, "draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size yet: leave one out"),
         (
             {"tree": DYNAMIC, "synthetic_acceptance": {"acceptance": [0.5]}},
             "makes up verdicts on chains: leave one out",
@@ -163,6 +166,8 @@ def test_trees_are_drafted_as_configured(tmp_path: Path, tree: dict[str, object]
     proposer = create_proposer(config, TARGET)
     is_chain = tree["shape"] == "chain"
     assert proposer.capabilities.shape == ("chain" if is_chain else "tree")
+    assert proposer.capabilities.tree_levels == levels_of(tree_shape(config.tree))
+    assert proposer.capabilities.tree_levels == capabilities_in_pool(config).tree_levels
     assert proposer.capabilities.looks_ahead == is_chain
     one = view("a", [5, 6, 7])
     proposal = proposer.propose([one], {one.request_id: 8})[one.request_id]
@@ -272,6 +277,67 @@ def test_missing_draft_model(tmp_path: Path) -> None:
 def test_contradictions_about_kv(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculativeConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kv", "budget"),
+    [
+        ({"method": "draft_model", "model": "m"}, {}, 512),
+        ({"method": "eagle3", "model": "m"}, {"sink_tokens": 8}, 512),
+        ({"method": "mtp"}, {}, 512),
+        ({"method": "draft_model", "model": "m"}, {"budget": "10%"}, 0.1),
+        ({"method": "draft_model", "model": "m"}, {"floor": 64}, 0.05),
+        ({"method": "self"}, {}, 0.05),
+        ({"method": "layerskip", "exit_layer": 1}, {}, 0.05),
+    ],
+)
+def test_what_keeps_kv_of_its_own_keeps_no_more_of_longer_texts_unasked(
+    keys: dict[str, object], kv: dict[str, object], budget: float
+) -> None:
+    kv = {"policy": "streaming", **kv}
+    config = SpeculativeConfig.model_validate({**keys, "kv": kv})
+    assert config.kv.token_budget.amount == budget
+    assert SpeculativeConfig.model_validate({**keys, "kv": KvSelectionConfig.model_validate(kv)}) == config
+    assert SpeculativeConfig.model_validate(config.model_dump()) == config
+    assert SpeculativeConfig.model_validate_json(config.model_dump_json()) == config
+    own = {key: value for key, value in keys.items() if key != "method"}
+    drafter = {"name": "one", "method": config.method, **own, "kv": kv}
+    several = SpeculativeConfig.model_validate({"method": "several", "drafters": [drafter]})
+    assert several.choices == (config,)
+    window = draft_window(config)
+    assert window is not None
+    is_constant = window.max_blocks(10_000, 16) == window.max_blocks(1_000_000, 16)
+    assert is_constant == isinstance(budget, int)
+
+
+def test_without_a_policy_no_budget_counts() -> None:
+    config = SpeculativeConfig.model_validate({"method": "draft_model", "model": "m", "kv": {}})
+    assert config.kv == KvSelectionConfig()
+    assert config.kv.unheeded == ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "remedy"),
+    [
+        *(
+            ({"method": method}, "leave it out")
+            for method in ("none", "ngram", "suffix", "lookahead", "self")
+        ),
+        ({"method": "retrieval", "retrieval": {"path": "corpus"}}, "leave it out"),
+        ({"method": "layerskip", "exit_layer": 1}, "leave it out"),
+        ({"method": "quantized", "quantization": "int4"}, "leave it out"),
+        ({"method": "medusa", "model": "m"}, "leave it out"),
+        (
+            {"method": "several", "drafters": [{"name": "one", "method": "ngram"}]},
+            "write it with those of `drafters`",
+        ),
+    ],
+)
+def test_a_length_that_nothing_would_read_is_refused(keys: dict[str, object], remedy: str) -> None:
+    SpeculativeConfig.model_validate(keys)
+    message = rf"max_model_len: 512 is about draft_model and heads .*{keys['method']} has no .*: {remedy}"
+    with pytest.raises(ValidationError, match=message):
+        SpeculativeConfig.model_validate({**keys, "max_model_len": 512})
 
 
 def test_bounded_draft_model_is_loaded(tmp_path: Path) -> None:

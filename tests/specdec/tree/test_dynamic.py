@@ -46,6 +46,7 @@ def test_the_best_nodes_come_first_each_behind_its_parent(num_nodes: int, seed: 
     assert tree(best.parents).max_depth <= min(4, num_nodes)  # and each parent comes first
     assert all(count <= 3 for count in asked)
     assert sum(asked) <= shape.num_looked_behind(num_nodes)
+    assert len(asked) <= shape.num_levels(num_nodes) <= shape.max_depth
 
 
 @pytest.mark.parametrize("seed", range(20))

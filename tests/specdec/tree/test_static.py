@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from specdec.tree.growth import Child
+from specdec.tree.growth import Child, levels_of
 from specdec.tree.static import Path, StaticTree, best_tree
 
 RATES = (0.5, 0.2, 0.1)
@@ -21,13 +23,11 @@ def paths_of(shape: StaticTree) -> list[Path]:
 
 
 def expected_tokens(paths: list[Path], rates: tuple[float, ...]) -> float:
-    total = 0.0
-    for path in paths:
-        value = 1.0
-        for rank in path:
-            value *= rates[rank]
-        total += value
-    return total
+    return expected_by_depth(paths, (rates,) * max(map(len, paths), default=0))
+
+
+def expected_by_depth(paths: list[Path], rates: Sequence[Sequence[float]]) -> float:
+    return sum(math.prod(rates[depth][rank] for depth, rank in enumerate(path)) for path in paths)
 
 
 def closed_sets(num_nodes: int, num_ranks: int, max_depth: int) -> list[frozenset[Path]]:
@@ -52,6 +52,9 @@ def test_paths_give_parents_and_ranks() -> None:
     assert shape.ranks == (0, 0, 1, 1, 0)
     assert shape.max_nodes == 5
     assert [shape.num_looked_behind(n) for n in range(1, 6)] == [0, 1, 1, 1, 2]
+    assert [shape.num_levels(n) for n in range(1, 6)] == [1, 2, 2, 2, 2]
+    assert levels_of(shape) == (1, 2, 2, 2, 2)
+    assert levels_of(None) == ()
 
 
 @pytest.mark.parametrize(
@@ -126,3 +129,50 @@ def test_control_greedy_by_value_is_not_best_where_ranks_are_out_of_order() -> N
     greedy = [(0,), (0, 0)]
     assert expected_tokens(paths_of(best_tree(rates, 2)), rates) > expected_tokens(greedy, rates)
     assert list(itertools.chain(*paths_of(best_tree(rates, 2)))) == [0, 1]
+
+
+HEADS = (
+    ((0.6, 0.2, 0.1), (0.4, 0.2), (0.2, 0.2, 0.1)),
+    ((0.9, 0.05), (0.1, 0.1, 0.1), (0.9,)),
+    ((0.3, 0.3, 0.3), (0.95,)),
+)
+
+
+@pytest.mark.parametrize("num_nodes", range(1, 6))
+@pytest.mark.parametrize("rates", HEADS)
+def test_no_tree_of_heads_that_are_right_this_often_is_better(
+    num_nodes: int, rates: tuple[tuple[float, ...], ...]
+) -> None:
+    """Against all trees that there are heads and ranks for."""
+    paths = paths_of(best_tree(rates, num_nodes))
+    possible = [
+        list(tree)
+        for tree in closed_sets(num_nodes, 3, len(rates))
+        if all(rank < len(rates[depth]) for path in tree for depth, rank in enumerate(path))
+    ]
+    best = max(expected_by_depth(tree, rates) for tree in possible)
+    assert expected_by_depth(paths, rates) == pytest.approx(best)
+    assert max(map(len, paths)) <= len(rates)
+
+
+def test_lists_that_are_alike_say_what_one_does() -> None:
+    assert best_tree((RATES,) * 4, 12) == best_tree(RATES, 12, 4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_nodes_of_a_best_tree_of_heads_are_the_best_smaller_tree(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [sorted((rng.random() / 4 for _ in range(4)), reverse=True) for _ in range(3)]
+    paths = paths_of(best_tree(rates, 10))
+    for size in range(1, 11):
+        best = paths_of(best_tree(rates, size))
+        assert expected_by_depth(paths[:size], rates) == pytest.approx(expected_by_depth(best, rates))
+
+
+def test_control_one_list_for_all_depths_is_not_best_for_heads() -> None:
+    """The first head is nearly sure, the second one is not: by the mean, siblings are drafted in vain."""
+    rates = ((0.9, 0.02, 0.02), (0.3, 0.25, 0.2))
+    mean = [sum(each) / 2 for each in zip(*rates, strict=True)]
+    own, by_mean = paths_of(best_tree(rates, 4)), paths_of(best_tree(mean, 4, 2))
+    assert sorted(own) == [(0,), (0, 0), (0, 1), (0, 2)]
+    assert expected_by_depth(own, rates) > 1.05 * expected_by_depth(by_mean, rates)

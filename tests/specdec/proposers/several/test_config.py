@@ -40,8 +40,8 @@ def test_each_is_configured_as_if_it_were_alone() -> None:
     assert bounded.choices[1].kv.token_budget.amount == 256
     assert [one.method for one in config.every_drafter] == ["ngram", "draft_model", "self", "draft_model"]
     assert several(LOOKUP, MODEL).at_target.method == "ngram"
-    heads = several(LOOKUP, {**HEADS, "kv": STREAMING}).at_target
-    assert (heads.method, heads.kv.token_budget.amount) == ("eagle3", 256)
+    heads = several(LOOKUP, {**HEADS, "kv": STREAMING, "max_model_len": 512}).at_target
+    assert (heads.method, heads.kv.token_budget.amount, heads.max_model_len) == ("eagle3", 256, 512)
     drafters = drafters_of(config)
     assert drafters is not None
     assert drafters.names == ("lookup", "small", "window")
@@ -113,6 +113,10 @@ def test_what_samples_shares_the_rule_and_its_settings() -> None:
             r"drafters\[1\] \(heads\): kv.policy: streaming .* method medusa has none: leave out kv",
         ),
         ({"drafters": [LOOKUP, {**HEADS, "kv": {**STREAMING, "policy": "verified"}}]}, "needs method self"),
+        (
+            {"drafters": [LOOKUP, {**HEADS, "method": "medusa", "max_model_len": 512}]},
+            r"drafters\[1\] \(heads\): max_model_len: 512 is about .* method medusa has no such limit",
+        ),
         (
             {"drafters": [{**LOOKUP, "prompt_lookup_max": 2}]},
             r"drafters\[0\] \(lookup\): prompt_lookup_min \(3\) must not exceed",

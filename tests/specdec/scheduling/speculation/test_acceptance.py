@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -226,6 +227,35 @@ def test_what_a_tree_of_any_size_brings(rates: tuple[float, ...], num_drafted: i
     brought = np.cumprod(estimate.accepted, axis=1).mean(0).cumsum()
     assert brought[:num_drafted] == pytest.approx(trees.values.cumsum()[:num_drafted], rel=0.15)
     assert (estimate.accepted <= 1.0).all()
+
+
+@pytest.mark.parametrize("rates", [(0.45, 0.2, 0.1, 0.06), (0.6, 0.2, 0.1), (0.35, 0.2, 0.15, 0.1)])
+def test_what_further_nodes_bring_is_told_from_the_first(rates: tuple[float, ...]) -> None:
+    """Trees of 6 nodes are drafted, and it is asked what 20 would bring. As of a chain, by the mean of all
+    positions, it would be far less.
+    """
+    trees = Trees(rates, 20)
+    outcomes = [trees.outcome("a", 6) for _ in range(400)]
+    further = {}
+    shapes: tuple[Literal["tree", "chain"], ...] = ("tree", "chain")
+    for shape in shapes:
+        tracker = AcceptanceTracker(20, shape=shape)
+        for outcome in outcomes:
+            tracker.note([outcome], {}, {RequestId("a"): OTHER_CLASS})
+        reached = np.cumprod(tracker.estimate([RequestId("b")], [OTHER_CLASS]).accepted)
+        assert reached[:6].sum() == pytest.approx(trees.values[:6].sum(), rel=0.1)
+        further[shape] = float(reached[6:].sum())
+    true = float(trees.values[6:].sum())
+    assert 0.6 * true < further["tree"] < 1.6 * true
+    assert further["chain"] < 0.4 * true
+
+
+def test_a_tree_of_which_nothing_is_known() -> None:
+    reached = np.cumprod(
+        AcceptanceTracker(8, shape="tree").estimate([RequestId("a")], [OTHER_CLASS]).accepted
+    )
+    assert reached == pytest.approx(reached[0] / np.arange(1.0, 9.0), rel=0.02)
+    assert AcceptanceTracker(1, shape="tree").class_acceptance() == pytest.approx([0.65])
 
 
 def test_control_a_tree_read_as_a_chain_looks_better_the_smaller_it_is() -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.corrections import CorrectionGrid
 from specdec.scheduling.speculation.cost import (
     CostModel,
+    DraftCost,
     VerifyCost,
     VerifyShape,
     assumed_profile,
     rising,
 )
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
+from specdec.tree.dynamic import DynamicTree
+from specdec.tree.growth import levels_of
+from specdec.tree.static import StaticTree
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
 
@@ -280,3 +286,137 @@ def test_what_large_steps_take_is_not_held_against_small_ones() -> None:
     table = cost.table(64, 64 * 32)
     assert table[64] == pytest.approx(0.048, rel=0.15)
     assert table[384] == pytest.approx(0.768, rel=0.15)
+
+
+STEP_S, NODE_S, LEVEL_READS_S = 0.003, 0.00002, 2e-7
+LEVELS = levels_of(DynamicTree(top_k=4, depth=5))
+
+
+def tree_s(num_sequences: int, num_nodes: int, context: float) -> float:
+    """A drafter of trees: a forward for each of five levels, and a little for each node."""
+    levels = min(num_nodes, 5)
+    rows_s = num_sequences * num_nodes * NODE_S
+    return 0.001 + levels * (STEP_S + LEVEL_READS_S * num_sequences * context) + rows_s
+
+
+def tree_points(budgets: Sequence[int]) -> list[DraftPoint]:
+    """What is measured of it at a start, at short contexts and, for 4 sequences, at long ones."""
+    shapes = [(number, steps, 32) for number in (1, 4, 16) for steps in budgets]
+    return [
+        DraftPoint(
+            num_sequences=number,
+            context_tokens=context * number,
+            num_steps=steps,
+            num_unseen=1,
+            seconds=tree_s(number, steps, context),
+        )
+        for number, steps, context in [*shapes, *((4, steps, 512) for steps in budgets if steps > 1)]
+    ]
+
+
+def tree_cost(budgets: Sequence[int] = (1, 5, 16)) -> DraftCost:
+    return DraftCost(tree_points(budgets), 64, 16, LEVELS)
+
+
+@pytest.mark.parametrize("number", [1, 4, 10, 16])
+@pytest.mark.parametrize("context", [32, 512, 4096])
+def test_nodes_of_a_tree_cost_what_its_levels_do(number: int, context: int) -> None:
+    told = tree_cost().by_steps(np.full(16, number), context)
+    true = [tree_s(number, nodes, context) for nodes in range(1, 17)]
+    assert told == pytest.approx(true, rel=0.03)
+
+
+def test_what_was_measured_of_small_trees_tells_of_large_ones() -> None:
+    """There was no time for more: levels are known."""
+    told = tree_cost((1, 4)).by_steps(np.full(16, 4), 32)
+    assert told == pytest.approx([tree_s(4, nodes, 32) for nodes in range(1, 17)], rel=0.05)
+
+
+def test_control_without_levels_16_nodes_are_priced_as_16_forwards() -> None:
+    told = DraftCost(tree_points((1, 4)), 64, 16).by_steps(np.full(16, 4), 32)
+    assert told[15] > 2.5 * tree_s(4, 16, 32)
+    assert told[:4] == pytest.approx([tree_s(4, nodes, 32) for nodes in range(1, 5)], rel=0.03)
+
+
+def test_trees_of_different_sizes_take_as_many_forwards_as_the_deepest() -> None:
+    """One of 16 nodes beside seven of 5: what further nodes add is theirs alone."""
+    draft = tree_cost()
+    taking_part = np.array([8] * 5 + [1] * 11)
+    told = float(draft.by_steps(taking_part, 32)[-1])
+    assert told == pytest.approx(tree_s(8, 5, 32) + 11 * NODE_S, rel=0.03)
+    assert told < float(draft.by_steps(np.full(16, 8), 32)[-1])
+
+
+def test_rounds_correct_what_trees_cost() -> None:
+    draft = tree_cost()
+    before = draft.by_steps(np.full(16, 4), 64)
+    budgets = {RequestId(f"r{index}"): 16 for index in range(4)}
+    for _ in range(20):
+        draft.note(budgets, 64, 1, 1.7 * float(before[15]))
+    after = draft.by_steps(np.full(16, 4), 64)
+    assert after[15] == pytest.approx(1.7 * before[15], rel=0.1)
+    assert (np.diff(after) >= 0.0).all()
+    for _ in range(20):
+        draft.note(budgets, 64, 1, float(before[15]))
+    assert draft.by_steps(np.full(16, 4), 64)[15] == pytest.approx(before[15], rel=0.1)
+
+
+def test_larger_trees_cost_no_less_whatever_was_measured() -> None:
+    """Time of 16 nodes was measured in a lucky moment."""
+    points = [
+        replace(one, seconds=0.4 * one.seconds) if one.num_steps == 16 else one
+        for one in tree_points((1, 5, 16))
+    ]
+    told = DraftCost(points, 64, 16, LEVELS).by_steps(np.full(16, 4), 32)
+    assert told[:5] == pytest.approx([tree_s(4, nodes, 32) for nodes in range(1, 6)], rel=0.03)
+    assert told[5:] == pytest.approx(told[4], rel=0.01)
+
+
+def test_what_there_was_no_time_for_bends_little() -> None:
+    """Of 16 sequences the number between is missing: of one it is there."""
+    points = [one for one in tree_points((1, 5, 16)) if (one.num_sequences, one.num_steps) != (16, 5)]
+    told = DraftCost(points, 64, 16, LEVELS).by_steps(np.full(16, 1), 32)
+    assert told == pytest.approx([tree_s(1, nodes, 32) for nodes in range(1, 17)], rel=0.08)
+
+
+def test_a_node_costs_most_where_it_is_the_first_of_its_level() -> None:
+    """Of a static tree, whose levels begin anywhere."""
+    levels = levels_of(StaticTree.of_paths([[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0], [3]]))
+    assert levels == (1, 1, 1, 2, 2, 2, 3, 3)
+
+    def true_s(nodes: int) -> float:
+        return 0.001 + STEP_S * levels[nodes - 1] + NODE_S * nodes
+
+    points = [
+        DraftPoint(num_sequences=1, context_tokens=1, num_steps=nodes, num_unseen=1, seconds=true_s(nodes))
+        for nodes in (1, 7, 8)
+    ]
+    told = DraftCost(points, 4, 8, levels).by_steps(np.ones(8), 1)
+    assert told == pytest.approx([true_s(nodes) for nodes in range(1, 9)], rel=0.03)
+    as_a_line = DraftCost(points, 4, 8).by_steps(np.ones(8), 1)
+    assert as_a_line[2] > 1.4 * true_s(3)
+
+
+def test_without_a_profile_levels_are_known_all_the_same() -> None:
+    model = CostModel(assumed_profile(), max_rows=64, max_sequences=16, max_steps=16, tree_levels=[LEVELS])
+    told = model.draft.by_steps(np.ones(16), 64)
+    assert told[15] == pytest.approx(told[4], rel=0.1)
+    assert told[4] > 1.15 * told[3]
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_chains_cost_a_step_for_each_token(name: str) -> None:
+    """By the line through what was measured, as ever, for any number of sequences."""
+    points = profile_of(COSTS[name], noise=0.0).draft
+    draft = DraftCost(points, 64, 8)
+    for number in (1, 4, 16, 64):
+        short, long = (
+            next(
+                one.seconds
+                for one in points
+                if (one.num_sequences, one.num_steps, one.context_tokens) == (number, steps, 64 * number)
+            )
+            for steps in (1, 8)
+        )
+        line = short + (long - short) / 7 * np.arange(8)
+        assert draft.by_steps(np.full(8, number), 64) == pytest.approx(line, rel=1e-9)

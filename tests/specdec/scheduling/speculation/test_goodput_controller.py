@@ -1041,7 +1041,7 @@ def test_drafting_what_all_requests_ask_for_is_speculation(modes: Sequence[Overl
     """It is worth what it brings over no drafts at all, not over itself."""
     controller = controller_of(profile_of(COSTS["gpu"]), modes)
     world = asking_world(COSTS["gpu"], 0.9, [4, 4])
-    for _ in range(40):
+    while controller.state.pool_worth is None:
         world.run_round(controller)
     state = controller.state
     assert (state.is_speculating, state.reason) == (True, "requested")
@@ -1049,19 +1049,17 @@ def test_drafting_what_all_requests_ask_for_is_speculation(modes: Sequence[Overl
     assert state.goodput_on > 1.5 * state.goodput_off > 0.0
     assert state.goodput_off == pytest.approx(2 / COSTS["gpu"].verify(2, 256, 2), rel=0.15)
     assert dict(state.goodput_by_mode)[state.mode] > 1.5 * state.goodput_off
-    assert state.pool_worth is not None
     assert state.pool_worth > 1.0
 
 
 def test_drafts_that_are_asked_for_without_gain_are_worth_nothing() -> None:
     controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
     world = asking_world(COSTS["expensive"], 0.02, [4, 4])
-    for _ in range(40):
+    while controller.state.pool_worth is None:
         world.run_round(controller)
     state = controller.state
     assert (state.is_speculating, state.reason) == (True, "requested")
     assert state.goodput_on < 0.8 * state.goodput_off
-    assert state.pool_worth is not None
     assert state.pool_worth < 1.0
 
 
@@ -1153,7 +1151,9 @@ def test_continuations_are_shared_out() -> None:
         assert len(shared) == num_pending + 1
         assert 1 <= sum(shared) <= 4
     assert sum(controller.fan_out(request, 3, 1)) == 1
-    assert controller.fan_out(fake_request("stranger", 5), 2, 4) == (0, 0, 0)
+    shared = controller.fan_out(fake_request("stranger", 5), 2, 4)
+    assert len(shared) == 3
+    assert 1 <= sum(shared) <= 4, "who has come since the last decision would be waited for"
 
 
 # ---- proposals that stand in --------------------------------------------------------------------------
