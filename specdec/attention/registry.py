@@ -9,7 +9,7 @@ import torch
 
 from specdec.attention.agreement import LARGEST_DIFFERENCE, largest_difference
 from specdec.attention.base import AttentionBackend, LayerAttention
-from specdec.attention.config import AttentionName, flashinfer_refusal
+from specdec.attention.config import AttentionName, flashinfer_refusal, refusal_of
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.flashinfer import (
     FlashInferAttention,
@@ -40,10 +40,12 @@ def choose_backend(
     With `batch_invariant` a row's result is the same bits in every batch: C++ on a CPU, Triton on a GPU.
 
     Raises:
-        ConfigError: `flashinfer` does not go with this device, dtype or these layers.
-        ResourceError: `triton` or `flashinfer` was asked for by name, or something batch-invariant, and
-            cannot be used; the text says why.
+        ConfigError: `cpu` or `flashinfer` does not go with this device, dtype or these layers.
+        ResourceError: `cpu`, `triton` or `flashinfer` was asked for by name, or something batch-invariant,
+            and cannot be used; the text says why.
     """
+    if name == "cpu":
+        return require_cpu(device, dtype, [layer.head_dim for layer in layers])
     if batch_invariant:
         return _invariant(device, dtype, layers, max_context)
     if name == "flashinfer":
@@ -58,6 +60,30 @@ def choose_backend(
             raise ResourceError(f"attention_backend triton: {error}") from error
         logger.warning("attention runs on plain tensor operations, which is much slower: %s", error)
         return SdpaAttention()
+
+
+def require_cpu(device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]) -> CpuPagedAttention:
+    """Return the C++ attention, for a model that it can run.
+
+    Raises:
+        ConfigError: it does not go with the device or the dtype.
+        ResourceError: it cannot be built here, or does not run heads of these sizes.
+    """
+    reason = refusal_of("cpu", device=device.type, dtype=str(dtype).removeprefix("torch."))
+    if reason is not None:
+        raise ConfigError(f"attention_backend cpu: {reason}")
+    try:
+        return _native(dtype, head_dims)
+    except NativeUnavailable as error:
+        raise ResourceError(f"attention_backend cpu: {error}; leave attention_backend out") from error
+
+
+def _native(dtype: torch.dtype, head_dims: Sequence[int]) -> CpuPagedAttention:
+    native = CpuPagedAttention()
+    unknown = [head_dim for head_dim in head_dims if not native.supports(dtype, head_dim)]
+    if unknown:
+        raise NativeUnavailable(f"the C++ attention does not run {dtype} with heads of {unknown[0]}")
+    return native
 
 
 def require_flashinfer(device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]) -> MakeWrapper:
@@ -104,15 +130,9 @@ def _invariant(
     try:
         if device.type == "cuda":
             return _triton(device, dtype, layers, max_context, splits_all=True)
-        native = CpuPagedAttention()
+        return _native(dtype, [layer.head_dim for layer in layers])
     except (TritonUnavailable, NativeUnavailable) as error:
         raise ResourceError(f"batch_invariant: {error}; without it, leave batch_invariant out") from error
-    unknown = [layer.head_dim for layer in layers if not native.supports(dtype, layer.head_dim)]
-    if unknown:
-        raise ResourceError(
-            f"batch_invariant: the C++ attention does not run {dtype} with heads of {unknown[0]}"
-        )
-    return native
 
 
 def _triton(

@@ -52,9 +52,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Smaller is served first, and takes the place of larger; equals are served in order of arrival."""
     num_draft_tokens: int | None = None
     """Per-request override of k; 0 switches speculation off for this request; None: the server decides."""
-    kv_budget: int | float | None = None
-    """How much of its K/V drafts attend to, where there is a selection policy: an int is tokens, a float a
-    share of the length. Changes speed alone; None: the server decides."""
+    kv_budget: int | float | str | None = None
+    """How much of its K/V drafts attend to, where there is a selection policy: an int is tokens, a float (or
+    a text such as "5%") a share of the length. Changes speed alone; None: the server decides."""
     drafter: str | None = None
     """Which of several drafters drafts for it, by name; changes speed alone; None: the server decides."""
     owner: str | None = None

@@ -23,6 +23,7 @@ from specdec.core.request import Request
 from specdec.engine.engine import Engine
 from specdec.engine.status import StatusKeeper
 from specdec.engine.text_stream import Finish
+from specdec.kv.selection import WrittenBudget
 from specdec.transport.status import ServiceStatus
 
 __all__ = ["AsyncEngine", "IdleWork"]
@@ -130,6 +131,14 @@ class AsyncEngine:
         group = self._status.take(self._engine.metrics(), self._engine.draft_counters)
         ready = self.description() is not None
         return ServiceStatus(target_groups=(msgspec.structs.replace(group, is_serving=ready),))
+
+    def set_kv_budget(self, budget: WrittenBudget) -> None:
+        """Change how much drafts attend to, from the next round on; see `Engine.set_kv_budget` (any thread).
+
+        Raises:
+            ConfigError: as that.
+        """
+        self._engine.set_kv_budget(budget)
 
     def close(self) -> None:
         """End every live request with its last output, stop the thread, close the engine. Idempotent."""

@@ -4,6 +4,9 @@ Which draft tokens stand is known only after the forward, so all rows are observ
 of rejected drafts are left out afterwards: a token that is not part of the text must not say what matters to
 it. Of a tree those on the path that stands are left; what they attend to in each other counts where it lay
 then, at the very end, which is selected anyway.
+
+One observed sequence makes the whole step an observed one, which on a GPU is run without its recorded graph:
+so those whose turn it soon is are looked at along with it, and sequences of a batch come to have it together.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ class AttentionWatch:
         self._ranks = None if loaded.grid is None else loaded.grid.tensor
 
     def ask(self, works: Sequence[TargetWork], scores: Sequence[BlockScores | None]) -> Observation | None:
-        """Return what to observe in the forward of `works`, of sequences with `scores`; None: nothing."""
-        num_observed = [
-            0 if of_sequence is None else _num_wanted(work, of_sequence)
-            for work, of_sequence in zip(works, scores, strict=True)
-        ]
+        """Return what to observe in the forward of `works`, of sequences with `scores`; None: nothing.
+
+        Where there are no scores, nobody looks.
+        """
+        num_observed = rows_to_observe(works, scores)
         if not any(num_observed):
             return None
         return Observation.of(
@@ -85,10 +88,21 @@ def _end(work: TargetWork) -> int:
     return work.start + len(work.token_ids)
 
 
-def _num_wanted(work: TargetWork, scores: BlockScores) -> int:
-    if work.num_sampled_rows == 0:
+def rows_to_observe(works: Sequence[TargetWork], scores: Sequence[BlockScores | None]) -> list[int]:
+    """Return how many of the last rows of each work to observe: of those that are due, and, where there are
+    any, of those that soon are.
+    """
+    pairs = list(zip(works, scores, strict=True))
+    due = [_num_wanted(work, of_sequence, is_early=False) for work, of_sequence in pairs]
+    if not any(due):
+        return due
+    return [_num_wanted(work, of_sequence, is_early=True) for work, of_sequence in pairs]
+
+
+def _num_wanted(work: TargetWork, scores: BlockScores | None, *, is_early: bool) -> int:
+    if scores is None or work.num_sampled_rows == 0:
         return 0
-    num_wanted = scores.num_wanted(work.start, len(work.token_ids))
+    num_wanted = scores.num_wanted(work.start, len(work.token_ids), is_early=is_early)
     return max(num_wanted, work.num_sampled_rows) if num_wanted else 0
 
 

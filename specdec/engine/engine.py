@@ -32,12 +32,13 @@ from specdec.engine.live_request import LiveRequest
 from specdec.engine.metrics import EngineMetrics
 from specdec.engine.offline import GenerationResult, Prompt, generate
 from specdec.engine.preparation import Preparation
+from specdec.engine.recent_share import RecentShare
 from specdec.engine.roster import Roster
 from specdec.engine.round import RoundLoop
 from specdec.engine.target import Target
 from specdec.engine.text_stream import Finish, StreamLimits, TextStream
 from specdec.engine.tokenizer import Tokenizer
-from specdec.kv.selection import BudgetAmount, KvBudgets
+from specdec.kv.selection import KvBudgets, WrittenBudget
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, counters_of
 from specdec.sampling.config import GrammarConfig
@@ -151,6 +152,7 @@ class Engine:
         self._clock = clock
         self._idle_work = idle_work_of(parts.target, parts.proposer)
         self._metrics = EngineMetrics()
+        self._target_share, self._draft_share = RecentShare(clock), RecentShare(clock)
         self._admission = AdmissionLimits(
             vocab_size=description.vocab_size,
             max_model_len=description.max_model_len,
@@ -271,15 +273,19 @@ class Engine:
             running = [names[live.drafter] for live in list(self._roster.running.values())]
             self._metrics.num_running_by_drafter = Counter({**dict.fromkeys(names, 0), **Counter(running)})
         self._metrics.num_waiting = len(self._roster.waiting) + len(self._preparation)
+        target_s = self._metrics.target_forward_s + self._metrics.target_sample_s
+        self._metrics.target_utilization = self._target_share.take(target_s)
+        if self._metrics.method != "none" and not self._metrics.drafts_elsewhere:
+            self._metrics.local_draft_utilization = self._draft_share.take(self._metrics.draft_s)
         self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before(), self._tokens_to_come())
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
 
-    def set_kv_budget(self, amount: BudgetAmount) -> None:
+    def set_kv_budget(self, budget: WrittenBudget) -> None:
         """Change how much drafts attend to (`speculative_config.kv.budget`), from the next round on.
 
-        An int is tokens, a float a share of the length. Requests with a budget of their own keep it. What is
-        generated does not depend on it (any thread).
+        An int is tokens, a float, or a text such as "5%", a share of the length. Requests with a budget of
+        their own keep it. What is generated does not depend on it (any thread).
 
         Raises:
             ConfigError: there is no selection policy, or the budget does not hold the sink and a draft.
@@ -288,7 +294,7 @@ class Engine:
         if budgets is None:
             raise ConfigError("kv.budget: drafts attend to everything here: configure kv.policy first")
         try:
-            budgets.set_default(amount)
+            budgets.set_default(budget)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -251,7 +251,8 @@ class LocalTarget:
             token_ids=list(admitted.token_ids),
             shift=None if rotary is None else rotary.shift(admitted.kv_variant, admitted.num_prompt_tokens),
             needs_logits=shaper is not None or params.grammar is not None or params.logprobs is not None,
-            scores=None if self._make_scores is None else self._make_scores(),
+            # Whoever has a grammar is not drafted for here.
+            scores=None if self._make_scores is None or params.grammar is not None else self._make_scores(),
         )
 
     def _run_with_drafts(self, step: TargetStep, drafter: SelfDrafter) -> TargetResult:
@@ -271,7 +272,8 @@ class LocalTarget:
             for work, draft in zip(step.works, drafts, strict=True)
         )
         draft_s = time.perf_counter() - started_s
-        result = self._run(msgspec.structs.replace(step, works=works))
+        drafted_for = {work.request_id for work in drafting}
+        result = self._run(msgspec.structs.replace(step, works=works), drafted_for)
         results = tuple(
             msgspec.structs.replace(answer, drafted=draft.token_ids, drafted_parents=draft.parents)
             if draft.token_ids
@@ -298,11 +300,14 @@ class LocalTarget:
             shift=state.shift,
         )
 
-    def _run(self, step: TargetStep) -> TargetResult:
+    def _run(self, step: TargetStep, drafted_for: Set[RequestId] = frozenset()) -> TargetResult:
+        """Run a step as it is; `drafted_for` are the sequences for which it was drafted here."""
         slices = [self._slice(work) for work in step.works]
-        observation = None
+        observation: Observation | None = None
+        watched: Sequence[BlockScores | None] = ()
         if self._watch is not None:
-            observation = self._watch.ask(step.works, self._scores_of(step.works))
+            watched = self._watched(step.works, drafted_for)
+            observation = self._watch.ask(step.works, watched)
         generated = self._try_generate(step.works, slices, observation)
         if generated is not None:
             results = self._told(step.works, generated.token_ids)
@@ -337,7 +342,7 @@ class LocalTarget:
                 self.hidden.note(work.request_id, table, end_row, path)
         if observation is not None:
             assert self._watch is not None
-            self._watch.learn(observation, step.works, results, self._scores_of(step.works))
+            self._watch.learn(observation, step.works, results, watched)
         return TargetResult(
             step_id=step.step_id,
             results=results,
@@ -355,6 +360,18 @@ class LocalTarget:
 
     def _scores_of(self, works: Sequence[TargetWork]) -> list[BlockScores | None]:
         return [self._sequences[work.request_id].scores for work in works]
+
+    def _watched(self, works: Sequence[TargetWork], drafted_for: Set[RequestId]) -> list[BlockScores | None]:
+        """Return the scores of sequences that may be looked at: drafted for in this round, or without any.
+
+        All others have a plain round, which is to cost what it costs where nothing is ever looked at.
+        """
+        return [
+            scores
+            if scores is not None and (work.request_id in drafted_for or scores.values is None)
+            else None
+            for work, scores in zip(works, self._scores_of(works), strict=True)
+        ]
 
     def _try_generate(
         self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice], observation: Observation | None

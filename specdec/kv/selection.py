@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Literal, NamedTuple, Protocol, Self
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ from specdec.kv.block_table import num_blocks_for
 
 KvPolicyName = Literal["full", "streaming", "snapkv", "verified"]
 _SNAPKV_INTERVAL = 32
+_TOKENS_OF_OWN_KV = 512
+"""Budget where none is given, of drafters that keep K/V of their own."""
 
 
 class Selection(NamedTuple):
@@ -162,6 +164,8 @@ def _highest(values: NDArray[np.float32], first: int, end: int, count: int) -> l
 
 BudgetAmount = int | float
 """An int: tokens. A float: share of the length."""
+WrittenBudget = BudgetAmount | str
+"""One as people write it: a share may be a percentage, too, such as "5%"."""
 _ALL_TOKENS = 1 << 32
 """More than any text has: a larger budget is as good as this, which every message can hold."""
 
@@ -287,14 +291,16 @@ class KvSelectionConfig(StrictConfig):
     budget: Annotated[BudgetAmount | tuple[BudgetAmount, ...], WithJsonSchema(_BUDGET_SCHEMA)] = 0.05
     """Tokens that a draft attends to. An integer: tokens; a number below 1 (write 0.05 or "5%"): share of the
     sequence's length, at least `floor`. A list of these: the goodput controller picks one for each request,
-    by measured acceptance and cost; the first is where nothing is known yet, and with a fixed k."""
+    by measured acceptance and cost; the first is where nothing is known yet, and with a fixed k. Left out:
+    0.05; of draft models and heads, which keep what they attend to, 512 tokens, unless `floor` is given."""
     floor: int = Field(default=256, ge=1)
     """Least budget (tokens) where it is a share of the length."""
     sink_tokens: int = Field(default=4, ge=0)
     """Tokens from the beginning that always belong to the budget; whole blocks are selected."""
     rescore_every: int | None = Field(default=None, ge=1)
     """snapkv: committed tokens between two scorings, 32 unless given; verified: between two rounds that are
-    looked at, 1 unless given: every round."""
+    looked at, 1 unless given: every round. Rounds without drafts never are; in a batch, half is enough where
+    another sequence is looked at."""
 
     positions: Literal["auto", "absolute", "in_cache"] = "auto"
     """Which positions a draft model gives to what it attends to. in_cache: positions among what it keeps, so
@@ -411,6 +417,18 @@ class KvSelectionConfig(StrictConfig):
         return ScoredSelection(streaming, partial(RunningScores, self.rescore_every or 1))
 
 
+def with_tokens_as_budget(section: Any) -> Any:
+    """Return a `kv` section as it is given, of a drafter with K/V of its own: without a budget it gets one.
+
+    That is a number of tokens, so that what is kept does not grow with the text. Who writes a `floor` has a
+    share in mind, and gets that.
+    """
+    given = section.model_dump(exclude_unset=True) if isinstance(section, KvSelectionConfig) else section
+    if not isinstance(given, dict) or given.keys() & {"budget", "floor"}:
+        return section
+    return section if given.get("policy", "full") == "full" else {**given, "budget": _TOKENS_OF_OWN_KV}
+
+
 class KvBudgets:
     """The budgets of the requests of one engine: a default, which may change at any time, and their own.
 
@@ -441,25 +459,27 @@ class KvBudgets:
         """Of requests that ask for none."""
         return self._default
 
-    def set_default(self, amount: BudgetAmount) -> None:
+    def set_default(self, written: WrittenBudget) -> None:
         """Change the default, from the next round on (any thread).
 
         Raises:
             ValueError: it is no budget, or does not hold the sink and a draft.
         """
-        fault = self.fault(amount)
+        fault = self.fault(written)
         if fault is not None:
             raise ValueError(f"kv.budget: {fault}")
-        self._default = KvBudget(amount, self._config.floor)
+        self._default = KvBudget(read_budget(written), self._config.floor)
         self.is_set = True
 
-    def fault(self, amount: BudgetAmount, num_draft_tokens: int | None = None) -> str | None:
+    def fault(self, written: WrittenBudget, num_draft_tokens: int | None = None) -> str | None:
         """Say what is wrong with a budget for drafts of so many tokens (None: as configured)."""
         if num_draft_tokens is None:
             num_draft_tokens = self._num_draft_tokens
-        return budget_fault(amount) or self._config.room_fault(
-            KvBudget(amount, self._config.floor), num_draft_tokens
-        )
+        try:
+            amount = read_budget(written)
+        except ValueError as error:
+            return str(error)
+        return self._config.room_fault(KvBudget(amount, self._config.floor), num_draft_tokens)
 
     def own_draft_fault(self, num_draft_tokens: int, wanted_drafter: str | None) -> str | None:
         """Say why no draft of so many tokens can be had without a budget of one's own; None: it can.

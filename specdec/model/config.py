@@ -62,9 +62,11 @@ class ModelConfig(StrictConfig):
     fewer, reading weights once more costs more than an idle stage. None: 256 on a GPU, 32 on a CPU."""
     attention_backend: AttentionName = "auto"
     """auto: our Triton kernels on a GPU (plain tensor operations, and a warning, where the package triton is
-    missing), C++ on a CPU; triton: an error at start where they cannot be used; sdpa: plain tensor
-    operations; flashinfer: the library FlashInfer (extra `flashinfer`) on a GPU in bfloat16 or float16, heads
-    of 64, 128 or 256, without CUDA graphs, or an error at start. No GPU has run it with this engine yet."""
+    missing); on a CPU C++ in the compiled forward, plain tensor operations in eager ones. triton: an error at
+    start where they cannot be used; cpu: C++ in eager forwards, too, in float32 or bfloat16, or an error at
+    start; sdpa: plain tensor operations; flashinfer: the library FlashInfer (extra `flashinfer`) on a GPU in
+    bfloat16 or float16, heads of 64, 128 or 256, without CUDA graphs, or an error at start. No GPU has run it
+    with this engine yet."""
     quantization: QuantizationName | None = None
     """Quantize the weights of linear layers while they are read, with torchao (the extra `quantization`).
     int8: one scale per output; int4-G: one for every G inputs of an output, and 8 bits for the layer that

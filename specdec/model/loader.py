@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from specdec.attention.base import LayerAttention
-from specdec.attention.registry import require_flashinfer
+from specdec.attention.registry import require_cpu, require_flashinfer
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import (
@@ -117,9 +117,9 @@ def load_model(
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
             text names it and the cause.
         ConfigError: max_model_len exceeds what the model was made for, or is needed and missing; or
-            quantization needs a package that is not installed; or batch_invariant cannot be kept so; or
-            FlashInfer cannot run the model.
-        ResourceError: the device does not exist, or batch_invariant or FlashInfer needs what is not here.
+            quantization needs a package that is not installed; or batch_invariant cannot be kept so; or the
+            attention that is asked for by name cannot run the model.
+        ResourceError: the device does not exist, or batch_invariant or that attention needs what is not here.
         TransportError: another rank is gone.
     """
     _require_ranks(config, ranks)
@@ -138,6 +138,8 @@ def load_model(
         device = resolve_device(config.device) if ranks is None else ranks.device
         if config.attention_backend == "flashinfer":
             require_flashinfer(device, dtype, head_dims_of(hf_config))
+        elif config.attention_backend == "cpu":
+            require_cpu(device, dtype, head_dims_of(hf_config))
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         invariant = invariant_forward(config, device, dtype)

@@ -13,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specdec.attention.config import flashinfer_refusal
+from specdec.attention.config import refusal_of
 from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.model.adapters import ADAPTED_MODEL_TYPES
@@ -141,13 +141,14 @@ def _refuse_stored_form(folder: ModelFolder) -> None:
 
 
 def _refuse_attention(folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig) -> None:
-    """Raise ConfigError where FlashInfer was asked for, for a model that it cannot run."""
-    if config.attention_backend != "flashinfer":
+    """Raise ConfigError where an attention was asked for by name that cannot run the model."""
+    name = config.attention_backend
+    if name == "auto":
         return
     head_dims = head_dims_of(hf_config)
-    reason = flashinfer_refusal(device=config.device, dtype=config.dtype, head_dims=head_dims)
+    reason = refusal_of(name, device=config.device, dtype=config.dtype, head_dims=head_dims)
     if reason is not None:
-        raise ConfigError(f"{folder.path} does not go with attention_backend: flashinfer: {reason}")
+        raise ConfigError(f"{folder.path} does not go with attention_backend: {name}: {reason}")
 
 
 def _model_on_paper(

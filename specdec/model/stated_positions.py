@@ -38,3 +38,9 @@ def stated_positions(settings: Mapping[str, Any]) -> StatedPositions:
     if kind == "dynamic" and limit is not None and isinstance(factor, int | float):
         return StatedPositions(int(limit * factor), kind, limit)
     return StatedPositions(limit)
+
+
+def positions_of(config: Mapping[str, Any]) -> StatedPositions:
+    """Read a whole config.json: a text model, or the decoder layer of heads (`speculators`), may be in it."""
+    parts = (config.get(name) for name in ("text_config", "transformer_layer_config"))
+    return stated_positions(next((part for part in parts if isinstance(part, Mapping)), config))

@@ -10,13 +10,16 @@ import torch
 from specdec.attention.base import AttentionBackend
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable
-from tests.specdec.attention.contract import DTYPES, AttentionContract, attend, make_case
+from specdec.attention.registry import require_cpu
+from specdec.core.errors import ResourceError
+from tests.specdec.attention.contract import CPU, DTYPES, AttentionContract, attend, make_case
 
 
 def make_backend() -> CpuPagedAttention:
+    """As `attention_backend: cpu` does."""
     try:
-        return CpuPagedAttention()
-    except NativeUnavailable as error:
+        return require_cpu(CPU, torch.float32, [])
+    except ResourceError as error:
         pytest.skip(f"the C++ attention cannot be built here: {error}")
 
 

@@ -13,7 +13,7 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.native import NativeUnavailable
 from specdec.attention.registry import choose_backend
 from specdec.attention.triton import TritonUnavailable
-from specdec.core.errors import ResourceError
+from specdec.core.errors import ConfigError, ResourceError
 
 LAYER = LayerAttention(layer_idx=0, num_heads=4, num_kv_heads=2, head_dim=64, scaling=1.0)
 FACTS: dict[str, Any] = {"dtype": torch.float32, "layers": [LAYER], "max_context": 64}
@@ -73,6 +73,53 @@ def test_a_cpu_cannot_have_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend("triton", device=torch.device("cpu"), **FACTS)
 
 
+class FakeNative:
+    """Stands for the C++ kernel where there is no compiler."""
+
+    name = "cpu"
+
+    def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
+        return head_dim <= 256
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_cpu_gets_its_own_by_name(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "CpuPagedAttention", FakeNative)
+    device = torch.device("cpu")
+    backend = choose_backend("cpu", device=device, **FACTS, batch_invariant=batch_invariant)
+    assert isinstance(backend, FakeNative)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("device", "facts", "message"),
+    [
+        ("cuda", {}, "it runs on CPUs, and the device is cuda: set device to cpu, or leave"),
+        ("cpu", {"dtype": torch.float16}, "it does not run float16: set dtype to float32 or bfloat16, or"),
+    ],
+)
+def test_what_is_no_work_for_the_cpus_own(
+    device: str, facts: dict[str, Any], message: str, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "CpuPagedAttention", FakeNative)
+    with pytest.raises(ConfigError, match=f"attention_backend cpu: {message}"):
+        choose_backend("cpu", device=torch.device(device), **FACTS | facts, batch_invariant=batch_invariant)
+
+
+def test_the_cpus_own_cannot_be_had_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(registry, "CpuPagedAttention", FakeNative)
+    with pytest.raises(ResourceError, match=r"attention_backend cpu: .* heads of 512; leave"):
+        choose_backend("cpu", device=cpu, **{**FACTS, "layers": [large_heads()]})
+
+    def unavailable() -> None:
+        raise NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(registry, "CpuPagedAttention", unavailable)
+    with pytest.raises(ResourceError, match="attention_backend cpu: no compiler; leave att"):
+        choose_backend("cpu", device=cpu, **FACTS)
+
+
 @pytest.mark.parametrize("name", ["auto", "triton"])
 def test_batch_invariant_on_a_gpu(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "TritonPagedAttention", FakeTriton)
@@ -85,13 +132,7 @@ def test_batch_invariant_on_a_gpu(name: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_batch_invariant_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Native:
-        name = "cpu"
-
-        def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
-            return head_dim <= 256
-
-    monkeypatch.setattr(registry, "CpuPagedAttention", Native)
+    monkeypatch.setattr(registry, "CpuPagedAttention", FakeNative)
     cpu = torch.device("cpu")
     assert choose_backend("auto", device=cpu, **FACTS, batch_invariant=True).name == "cpu"
     with pytest.raises(ResourceError, match="heads of 512"):

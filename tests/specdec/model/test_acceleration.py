@@ -14,7 +14,8 @@ from specdec.attention.base import AttentionBackend
 from specdec.attention.flashinfer import FlashInferAttention
 from specdec.attention.sdpa import SdpaAttention
 from specdec.attention.triton import TritonPagedAttention
-from specdec.model.acceleration import accelerate, later_bytes
+from specdec.core.errors import ResourceError
+from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.runner import ModelRunner
@@ -64,6 +65,19 @@ def test_a_whole_forward_through_flashinfers_arguments(
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
     assert doubles.num_plans == 2 * num_kinds
     assert doubles.num_runs == 2 * len(pair_of(architecture).loaded.layers)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "falcon"])
+def test_a_whole_eager_forward_through_the_cpus_own(pair_of: PairOf, architecture: str) -> None:
+    pair = pair_of(architecture)
+    try:
+        backend = attention_of(pair.loaded, "cpu")
+    except ResourceError as error:
+        pytest.skip(f"the C++ attention cannot be built here: {error}")
+    assert backend.name == "cpu"
+    for got, wanted in zip(logits(pair, backend), logits(pair, SdpaAttention()), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
+    assert attention_of(pair.loaded, "auto").name == "sdpa"
 
 
 def on_paper_cuda(pair: Pair, backend: AttentionBackend) -> ModelRunner:

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec.attention.base import LayerAttention
 from specdec.attention.hf import ATTENTION_NAME, AttentionProbe
-from specdec.core.errors import CheckpointError, ConfigError
+from specdec.attention.native import NativeUnavailable
+from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.model.checkpoint import open_checkpoint, revision_of
 from specdec.model.config import ModelConfig
 from specdec.model.facts import head_dims_of, read_facts
@@ -528,6 +529,30 @@ def test_flashinfer_is_refused_before_weights_are_read(
     edit_config(folder, **sizes)
     with pytest.raises(ConfigError, match=message):
         load(folder, attention_backend="flashinfer", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"device": "cuda"}, ConfigError, "attention_backend: cpu: it runs on CPUs, and the device is cuda"),
+        ({"dtype": "float16"}, ConfigError, "attention_backend: cpu: it does not run float16"),
+        ({"device": "cpu"}, ResourceError, "attention_backend cpu: no C.* compiler here; leave"),
+    ],
+)
+def test_the_cpus_own_is_refused_before_weights_are_read(
+    folder: Path,
+    settings: dict[str, Any],
+    error: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unavailable() -> None:
+        raise NativeUnavailable("no C++ compiler here")
+
+    monkeypatch.setattr("specdec.model.loader._read_weights", None)
+    monkeypatch.setattr("specdec.attention.registry.CpuPagedAttention", unavailable)
+    with pytest.raises(error, match=message):
+        load(folder, attention_backend="cpu", **settings)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from specdec.kv.config import CacheConfig
-from specdec.model.batch import SequenceSlice
+from specdec.model.batch import PositionShift, SequenceSlice
 from specdec.model.runner import ForwardInputs, ModelRunner
-from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, VOCAB_SIZE
+from tests.architectures import (
+    ARCHITECTURES,
+    CORE_ARCHITECTURES,
+    ORIGINAL_POSITIONS,
+    VOCAB_SIZE,
+    make_model,
+)
 from tests.specdec.model.conftest import Pair
 
 OTHER_ARCHITECTURES = tuple(name for name in ARCHITECTURES if name not in CORE_ARCHITECTURES)
@@ -68,19 +74,23 @@ def feed(
     *,
     prompt_len: int = 1,
 ) -> torch.Tensor:
-    rotary = runner.loaded.rotary
-    shift = None
-    if rotary is not None:
-        variant = rotary.variants.of(num_prompt_tokens=prompt_len, num_tokens=prompt_len)
-        shift = rotary.shift(variant, prompt_len)
     piece = SequenceSlice(
         token_ids=list(token_ids),
         start=start,
         block_table=table,
         num_logit_rows=num_logit_rows,
-        shift=shift,
+        shift=shift_of(runner, prompt_len),
     )
     return runner.forward([piece]).clone()
+
+
+def shift_of(runner: ModelRunner, prompt_len: int) -> PositionShift | None:
+    """Of a prompt, where the rotary embedding goes by its length."""
+    rotary = runner.loaded.rotary
+    if rotary is None:
+        return None
+    variant = rotary.variants.of(num_prompt_tokens=prompt_len, num_tokens=prompt_len)
+    return rotary.shift(variant, prompt_len)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -256,19 +266,39 @@ def test_sequences_are_no_longer_than_the_cache(pair_of: PairOf, caplog: pytest.
     assert "limited to that instead of the model's 256" in caplog.text
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_neox"])
-def test_a_part_of_the_context_at_its_own_positions(pair_of: PairOf, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "num_tokens"),
+    [
+        ("llama", 39),
+        ("qwen3", 39),
+        ("gpt_neox", 39),
+        ("llama_linear_rope", 39),
+        ("llama_yarn", 39),
+        ("llama_yarn", 79),
+        ("llama3_rope", 39),
+        ("llama3_rope", 79),
+        # Shorter and longer than `ORIGINAL_POSITIONS`: with either kind that changes every row.
+        ("llama_dynamic_ntk", 31),
+        ("llama_dynamic_ntk", 39),
+        ("phi3_longrope", 31),
+        ("phi3_longrope", 39),
+    ],
+)
+def test_a_part_of_the_context_at_its_own_positions(
+    pair_of: PairOf, architecture: str, num_tokens: int
+) -> None:
     """Rows behind dropped blocks are those of a forward in which they do not see these tokens."""
-    pair = pair_of(architecture)
-    runner = pair.runner()
-    size, tokens = runner.block_size, random_tokens(9 * pair.runner().block_size + 3)
+    runner = pair_of(architecture).runner(block_size=4)
+    size, tokens = runner.block_size, random_tokens(num_tokens)
     first_dropped, first_kept, cut = size, 4 * size, 7 * size + 1
     allowed = torch.ones(len(tokens), len(tokens)).tril()
     allowed[cut:, first_dropped:first_kept] = 0
     mask = torch.zeros(1, 1, len(tokens), len(tokens)).masked_fill(allowed == 0, torch.finfo().min)
     with torch.inference_mode():
-        expected = pair.reference(torch.tensor([tokens]), attention_mask=mask).logits[0]
+        # A fresh one: transformers' own tables remember the longest sequence so far.
+        expected = make_model(architecture)(torch.tensor([tokens]), attention_mask=mask).logits[0]
     piece = _behind_a_gap(runner, tokens, cut, (first_dropped, first_kept))
+    assert (piece.shift is not None) == (runner.loaded.rotary is not None and num_tokens > ORIGINAL_POSITIONS)
     got = runner.forward([piece])
     torch.testing.assert_close(got, expected[cut:], rtol=0, atol=TOLERANCE)
     wrong = runner.forward([replace(piece, num_dropped=0)])
@@ -320,13 +350,14 @@ def _behind_a_gap(
     """Read up to `cut`; return the rest, without the blocks of the tokens that are dropped."""
     size, (first_dropped, first_kept) = runner.block_size, dropped
     table = Tables(runner).take(len(tokens))
-    feed(runner, tokens[:cut], 0, table, 0)
+    feed(runner, tokens[:cut], 0, table, 0, prompt_len=len(tokens))
     gap = first_kept - first_dropped
     return SequenceSlice(
         token_ids=tokens[cut:],
         start=cut - gap,
         block_table=[*table[: first_dropped // size], *table[first_kept // size :]],
         num_logit_rows=len(tokens) - cut,
+        shift=shift_of(runner, len(tokens)),
         num_dropped=gap,
     )
 

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from specdec.model.rotary import longest_sequence, rule_of
-from specdec.model.stated_positions import StatedPositions, stated_positions
+from specdec.model.stated_positions import StatedPositions, positions_of, stated_positions
 from tests.architectures import ARCHITECTURES, MAX_POSITIONS, ORIGINAL_POSITIONS
 
 KINDS = {
@@ -72,3 +72,12 @@ def test_other_factors_do_not_lengthen_what_is_stated(tmp_path: Path, architectu
 )
 def test_what_is_not_said_in_plain_words_is_not_known(settings: dict[str, Any]) -> None:
     assert stated_positions(settings) == StatedPositions(None)
+
+
+@pytest.mark.parametrize("part", ["text_config", "transformer_layer_config"])
+def test_the_part_that_is_about_text_counts(part: str) -> None:
+    outer = {"max_position_embeddings": 8}
+    assert positions_of(outer).num_positions == 8
+    assert positions_of({**outer, part: {"max_position_embeddings": 64}}).num_positions == 64
+    assert positions_of({**outer, part: {}}).num_positions is None
+    assert positions_of({**outer, part: "none"}).num_positions == 8
