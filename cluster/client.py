@@ -254,6 +254,11 @@ class ClusterService:
         """Whether, of several doors, this one adds up what all have counted."""
         return self._account.keeps
 
+    @property
+    def num_doors(self) -> int:
+        """Doors to the same target that are there, this one and those that are closing included."""
+        return self._account.num_doors
+
     async def metrics(self) -> Mapping[str, float]:
         """Metrics of all coordinators and all doors together.
 
@@ -279,6 +284,7 @@ class ClusterService:
         values = {
             **self._groups.values(present),
             "coordinators": float(len(present)),
+            "coordinators_with_target": float(self._book.num_serving),
             "target_groups_wanted": float(self._wanted.of("target")),
             'scales_to_zero{part="target"}': float(self._cluster.target_groups.may_be_none),
             'scales_to_zero{part="draft"}': float(self._cluster.draft_pool.may_be_none),

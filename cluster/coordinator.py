@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from typing import Any
 
 import msgspec
 from ray import serve
@@ -31,11 +33,16 @@ from specdec.transport.pump import ChannelPump
 from specdec.transport.status import RecentStatus
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from workers.process import prepare_logging, settle_memory
+from workers.start_limit import START_MARGIN_S, ends_unless_started
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 2.0
 _TICK_S = 0.5
+
+
+def _start_limit_s(engine: EngineConfig, cluster: ClusterConfig, draft_pool: object = None) -> float:
+    return cluster.target_groups.load_timeout_s + engine.speculative_config.profile_seconds + START_MARGIN_S
 
 
 class CoordinatorReplica:
@@ -44,6 +51,7 @@ class CoordinatorReplica:
     The constructor returns when the target is loaded and the replica is in the directory.
     """
 
+    @ends_unless_started("coordinator", _start_limit_s)
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig, draft_pool: object = None) -> None:
         """`draft_pool` makes Serve deploy the pool with us, and wakes it: its workers are found in the
         directory."""
@@ -55,6 +63,7 @@ class CoordinatorReplica:
         self._pool_waker = None if draft_pool is None else PoolWaker(draft_pool, cluster.draft_pool)
         self._has_drafters = False
         self._demand_due_s = 0.0
+        self._announcing = threading.Lock()
         keys = KeyPair.generate()
         options = channel_options(cluster.channels)
         channel = ZmqChannel(self._peer_id, host=bind_host(cluster.channels), keys=keys, options=options)
@@ -76,28 +85,32 @@ class CoordinatorReplica:
             name=self._peer_id,
             application=own_application(),
         )
+        self._member = Member(
+            address=channel.address,
+            role="starting",
+            capacity=engine.scheduler.max_num_seqs,
+            generation=target_generation(engine),
+            placement_group=own_placement_group(),
+        )
+        self._directory.announce(self._member)
         self._directory.start()
         try:
             self._loop.start()
-            self._loop.wait_ready()
+            while not self._loop.wait_ready(_TICK_S):
+                self._announce(tensors=self._group.tensors)
         except BaseException:
             self._close()
             raise
         description = self._desk.description
         assert description is not None
         settle_memory()
-        self._member = Member(
-            address=channel.address,
+        self._announce(
             role="coordinator",
-            capacity=engine.scheduler.max_num_seqs,
             model_revision=description.revision,
             since=time.time(),
             compile_state=self._group.compile_state,
-            generation=target_generation(engine),
-            placement_group=own_placement_group(),
             tensors=self._group.tensors,
         )
-        self._directory.announce(self._member)
         self._pump.start(self._desk.hear, on_tick=self._tick, tick_s=_TICK_S)
         logger.info("coordinator %s is ready: %s", self._peer_id, description.model_id)
 
@@ -113,7 +126,7 @@ class CoordinatorReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy wants to know of this replica."""
         recent = self._recent()
-        return group_stats(self._desk.metrics, round_s=None if recent is None else recent.round_s)
+        return group_stats(self._desk.metrics(), round_s=None if recent is None else recent.round_s)
 
     def wake(self) -> None:
         """Do nothing: a call that waits for a replica makes Serve start one where there is none."""
@@ -128,7 +141,7 @@ class CoordinatorReplica:
 
     def metrics(self) -> dict[str, float]:
         """Current counters and gauges."""
-        return dict(self._desk.metrics)
+        return self._desk.metrics()
 
     def __del__(self) -> None:
         """Called by Serve before the replica ends: serve what is here, then leave."""
@@ -137,22 +150,25 @@ class CoordinatorReplica:
 
     def _tick(self) -> None:
         self._desk.tick()
-        member = msgspec.structs.replace(
-            self._member, compile_state=self._group.compile_state, tensors=self._group.tensors
-        )
-        if member != self._member:
-            self._member = member
-            self._directory.announce(member)
+        self._announce(compile_state=self._group.compile_state, tensors=self._group.tensors)
         if self._pool_waker is not None:
             self._pool_waker.consider(is_needed=self._desk.num_streams > 0 and not self._has_drafters)
             self._report_demand()
+
+    def _announce(self, **changes: Any) -> None:
+        """Tell the directory what has changed of us, if anything has (any thread)."""
+        with self._announcing:
+            member = msgspec.structs.replace(self._member, **changes)
+            if member != self._member:
+                self._member = member
+                self._directory.announce(member)
 
     def _report_demand(self) -> None:
         """Tell the draft pool's replicas what we want of them, where that decides how many there are."""
         if self._cluster.draft_pool.autoscaling is None or time.monotonic() < self._demand_due_s:
             return
         self._demand_due_s = time.monotonic() + self._cluster.membership.renew_s
-        demand = demand_of(self._desk.metrics, self._recent())
+        demand = demand_of(self._desk.metrics(), self._recent())
         # In the channel's thread, in which nothing may wait: what is lost is told again.
         self._directory.tell("report_demand", self._peer_id, demand)
 
@@ -177,8 +193,7 @@ class CoordinatorReplica:
         if is_closing:
             self._desk.close_down(limit_s)
         else:
-            self._member = msgspec.structs.replace(self._member, is_leaving=True)
-            self._directory.announce(self._member)
+            self._announce(is_leaving=True)
         # The desk ends them by itself when the deployment ends; it looks once per tick.
         give_up_s = time.monotonic() + limit_s + (2 * _TICK_S if is_closing else 0.0)
         # So long it takes until whoever leaves at the same time has heard of us, and we of them.

@@ -154,8 +154,8 @@ class RequestDesk:
         self._end_s: float | None = None
         self._woken = False
         self._description: TargetDescription | None = None
-        self.metrics: Mapping[str, float] = {}
-        """Latest snapshot of the engine's metrics."""
+        self.engine_metrics: Mapping[str, float] = {}
+        """Latest snapshot of the engine's metrics, or of the last engine's; see `metrics`."""
         self.status: TargetGroupStatus | None = None
         """What the engine is doing; None before the first."""
         self.num_replays = 0
@@ -176,6 +176,24 @@ class RequestDesk:
         """Facts about the target; None while there is none."""
         return self._description
 
+    def metrics(self) -> dict[str, float]:
+        """Return what the engine said last, and what only the desk knows.
+
+        While there is no target, nothing runs, and all that are here wait: no engine is there to say so.
+        """
+        values = {
+            **self.engine_metrics,
+            "replays": self.num_replays,
+            'requests_refused{reason="no_target"}': self.num_refused,
+            'requests_refused{reason="held_up"}': self.num_refused_held_up,
+            'channel_messages_dropped{reason="unexpected_kind"}': self.num_unexpected,
+        }
+        if self._description is None:
+            none_left = {"num_requests_running": 0, "kv_cache_usage_perc": 0.0}
+            return {**values, **none_left, "num_requests_waiting": len(self._streams)}
+        num_waiting = values.get("num_requests_waiting", 0) + len(self._submitted)
+        return {**values, "num_requests_waiting": num_waiting}
+
     # -- the channel's thread
 
     def hear(self, envelope: Envelope) -> None:
@@ -195,7 +213,7 @@ class RequestDesk:
                 case Ping(nonce=nonce):
                     self._send(sender, self._pong(nonce, self._active(sender)))
                 case MetricsQuery(nonce=nonce):
-                    self._send(sender, MetricsReply(nonce, dict(self.metrics)))
+                    self._send(sender, MetricsReply(nonce, self.metrics()))
                 case StatusQuery(nonce=nonce):
                     self._send(sender, StatusReply(nonce, self._status_now()))
                 case Recall(nonce=nonce, names=names, proof=proof):
@@ -482,11 +500,12 @@ class RequestDesk:
         return tuple((r, stream.epoch) for r, stream in self._streams.items() if stream.ingress == ingress)
 
     def _pong(self, nonce: int, active: tuple[tuple[RequestId, Epoch], ...]) -> Pong:
+        metrics = self.metrics()
         return Pong(
             nonce=nonce,
             active=active,
-            num_running=int(self.metrics.get("num_requests_running", 0)),
-            num_waiting=int(self.metrics.get("num_requests_waiting", 0)) + len(self._submitted),
+            num_running=int(metrics.get("num_requests_running", 0)),
+            num_waiting=int(metrics["num_requests_waiting"]),
             draining=self._is_draining,
             closing=self._end_s is not None,
             without_target=self._description is None,
@@ -497,11 +516,14 @@ class RequestDesk:
         status = self.status
         if status is None:
             return None
+        is_serving = self._description is not None
+        num_waiting = status.num_waiting + len(self._submitted) if is_serving else len(self._streams)
         return msgspec.structs.replace(
             status,
-            is_serving=self._description is not None,
+            is_serving=is_serving,
             is_draining=self._is_draining,
-            num_waiting=status.num_waiting + len(self._submitted),
+            num_running=status.num_running if is_serving else 0,
+            num_waiting=num_waiting,
             num_continued=sum(stream.epoch > 0 for stream in self._streams.values()),
         )
 

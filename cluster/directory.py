@@ -14,7 +14,9 @@ from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.status import OnlineStatus
 
 ReportT = TypeVar("ReportT")
-Role = Literal["ingress", "coordinator", "draft"]
+Role = Literal["ingress", "coordinator", "draft", "starting"]
+"""starting: a coordinator whose target is being loaded. Draft workers answer it, so that it can measure what
+drafts cost; nobody else takes it for there."""
 
 _QUIET_LEASES = 10
 """Leases without a call after which a directory is of no use to anybody."""

@@ -36,6 +36,7 @@ from specdec.transport.base import PeerId
 from workers.draft_worker import DraftWorker
 from workers.online_trainer import OnlineTrainerWorker, PackedVersion
 from workers.process import prepare_logging
+from workers.start_limit import START_MARGIN_S, ends_unless_started
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +49,17 @@ _NEWS_S = 5.0
 """How often it is announced, at most, what the draft model has learnt: every member hears of it."""
 
 
+def _start_limit_s(engine: EngineConfig, cluster: ClusterConfig) -> float:
+    return cluster.draft_pool.load_timeout_s + START_MARGIN_S
+
+
 class DraftPoolReplica:
     """Keeps one draft worker alive, registered, and informed of who may speak to it.
 
     The constructor returns when the worker has loaded its model.
     """
 
+    @ends_unless_started("draft pool replica", _start_limit_s)
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig) -> None:
         self._name = new_peer_id("draftpool")
         prepare_logging(self._name)
@@ -137,6 +143,7 @@ class DraftPoolReplica:
                 self._cluster.namespace,
             ),
             channels.tensors,
+            pool.rank_silence_s,
         )
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker
@@ -193,7 +200,7 @@ class DraftPoolReplica:
 
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Note who is there. The directory's thread, which renews our lease, never waits for a worker."""
-        self._coordinators = [member for member in members if member.role == "coordinator"]
+        self._coordinators = [member for member in members if member.role in {"coordinator", "starting"}]
         self._news.set()
 
     def _tell_who_may_speak(self, worker: WorkerHandle) -> None:

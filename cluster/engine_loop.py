@@ -83,15 +83,16 @@ class EngineLoop:
         """Make the first engine and begin."""
         self._thread.start()
 
-    def wait_ready(self) -> None:
-        """Wait for the first engine.
+    def wait_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait for the first engine, for so long; return whether it is there.
 
         Raises:
             Exception: whatever making it raised.
         """
-        self._ready.wait()
+        is_ready = self._ready.wait(timeout_s)
         if self.first_error is not None:
             raise self.first_error
+        return is_ready
 
     @property
     def is_alive(self) -> bool:
@@ -184,6 +185,7 @@ class EngineLoop:
         """
         lost_s = time.monotonic()
         self.num_losses += 1
+        self._desk.engine_metrics = {**self._desk.engine_metrics, "target_losses": self.num_losses}
         self._desk.set_target(None)
         backoff = Backoff(first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S)
         for _ in range(_MAX_ATTEMPTS):
@@ -208,18 +210,14 @@ class EngineLoop:
         """Tell the desk how things are."""
         self._publish_due_s = time.monotonic() + _PUBLISH_INTERVAL_S
         metrics, of_source = engine.metrics(), self._source.metrics()
-        self._desk.metrics = {
+        self._desk.engine_metrics = {
             **metrics.snapshot(),
             **of_source,
             "target_losses": self.num_losses,
             "target_recovery_seconds": self.recovery_s,
-            "replays": self._desk.num_replays,
-            'requests_refused{reason="no_target"}': self._desk.num_refused,
-            'requests_refused{reason="held_up"}': self._desk.num_refused_held_up,
             **{
                 f'channel_messages_dropped{{reason="{reason}"}}': count
                 for reason, count in list(self._channel.dropped.items())
             },
-            'channel_messages_dropped{reason="unexpected_kind"}': self._desk.num_unexpected,
         }
         self._desk.status = self._status.take(metrics, of_source, self._source.draft_links())

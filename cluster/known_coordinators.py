@@ -106,6 +106,11 @@ class KnownCoordinators:
         return [coordinator for coordinator in self if coordinator.takes_requests]
 
     @property
+    def num_serving(self) -> int:
+        """How many can be reached and have a target."""
+        return sum(one.is_reachable and one.has_target for one in self)
+
+    @property
     def description(self) -> TargetDescription | None:
         """Facts about the target of those that take requests, or will; None where nobody does or is known."""
         takers = self.takers

@@ -8,6 +8,7 @@ from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.tree_config import tree_shape
+from specdec.tree.growth import levels_of
 from specdec.verification.registry import capabilities_of
 
 
@@ -36,6 +37,7 @@ def capabilities_in_pool(speculative: SpeculativeConfig) -> ProposerCapabilities
     return ProposerCapabilities(
         name=speculative.method,
         shape="chain" if shape is None else "tree",
+        tree_levels=levels_of(shape),
         sampled=not sampling.is_deterministic,
         noise_stream=sampling.noise_stream,
         gives_q_rows=sampling.gives_q_rows,

@@ -40,6 +40,9 @@ CLUSTER_SERIES: Mapping[str, Series] = {
         for name in OF_EACH_GROUP
     },
     "coordinators": Series("gauge", "Target groups that can be reached."),
+    "coordinators_with_target": Series(
+        "gauge", "Target groups that can be reached and have a target: others have lost it and load another."
+    ),
     "target_groups_wanted": Series(
         "gauge", "Target groups that there should be: as configured, or as autoscaling has decided last."
     ),

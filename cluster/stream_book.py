@@ -210,6 +210,11 @@ class StreamBook:
         return tuple(one.peer_id for one in self._coordinators if one.is_reachable)
 
     @property
+    def num_serving(self) -> int:
+        """Coordinators that can be reached and have a target."""
+        return self._coordinators.num_serving
+
+    @property
     def num_streams(self) -> int:
         """Streams that have not ended."""
         return len(self._streams)

@@ -41,6 +41,10 @@ from workers.target_worker import TargetWorker
 
 logger = logging.getLogger(__name__)
 
+_DRAFTERS_S = 10.0
+"""So long a first start waits for draft workers, to measure what drafts cost."""
+_LOOK_S = 0.05
+
 
 class TargetGroup:
     """One target worker at a time, in the placement group of the replica that this runs in.
@@ -128,6 +132,7 @@ class TargetGroup:
             **dropped,
             "draft_workers": float(proposer.num_workers),
             "draft_pool_usage_perc": proposer.pool_usage,
+            "draft_utilization": proposer.utilization,
             **proposer.counters,
         }
 
@@ -202,11 +207,29 @@ class TargetGroup:
             is_needed = speculative.method != "none" and speculative.controller != "fixed"
             devices = {one.device for one in self._drafters}
             self._profile = (
-                cost_profile_of(self._config, target, proposer, draft_devices=devices)
+                cost_profile_of(
+                    self._config,
+                    target,
+                    proposer,
+                    draft_devices=devices,
+                    await_drafters=self._await_drafters,
+                )
                 if is_needed
                 else assumed_profile()
             )
         return self._profile
+
+    def _await_drafters(self) -> None:
+        """Give draft workers that start with this group some time to be there.
+
+        Without them what drafts cost is not known until the next start.
+        """
+        proposer = self._proposer
+        if proposer is None or self._cluster.draft_pool.may_be_none:
+            return
+        give_up_s = time.monotonic() + _DRAFTERS_S
+        while not proposer.num_workers and time.monotonic() < give_up_s:
+            time.sleep(_LOOK_S)
 
     def _require_same_model(self, description: TargetDescription) -> None:
         """Streams may only be replayed onto the model that began them."""

@@ -154,7 +154,7 @@ class ApiKeysFile:
     """A file of keys that may change at any time, also by being replaced, as Kubernetes does with secrets."""
 
     def __init__(self, file: str | Path) -> None:
-        self._file = Path(file)
+        self.path = Path(file)
         self._seen: tuple[int, int, int, int] | None = None
         self._unreadable: str | None = None
         """What was said last, while the file cannot be read."""
@@ -171,7 +171,7 @@ class ApiKeysFile:
         self._seen = seen
         unreadable, self._unreadable = self._unreadable, None
         try:
-            return read_api_keys(self._file)
+            return read_api_keys(self.path)
         except _UnreadableFile as error:
             # That may pass without the file looking any different: it is tried again each time.
             self._seen, self._unreadable = None, str(error)
@@ -181,25 +181,34 @@ class ApiKeysFile:
 
     def _look(self) -> tuple[int, int, int, int] | None:
         try:
-            stat = os.stat(self._file)
+            stat = os.stat(self.path)
         except OSError:
             return None
         return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
 
-async def follow_api_keys(file: str | Path, ring: KeyRing, *, interval_s: float = _FOLLOW_S) -> None:
-    """Put the file's keys into `ring` whenever it changes, until cancelled.
+async def take_api_keys(keys_file: ApiKeysFile, ring: KeyRing) -> None:
+    """Put the file's keys into `ring`, if the file is another one than before.
 
-    A file that is wrong, or gone, changes nothing: the keys from before stay in force, and the log says so.
+    A file that is wrong, or cannot be read, changes nothing, and the log says so: the keys from before stay
+    in force. Where there are none yet, nobody is let in until the file can be read.
     """
-    keys_file = ApiKeysFile(file)
-    while True:
-        try:
-            keys = await asyncio.to_thread(keys_file.changed)
-        except ConfigError as error:
+    try:
+        keys = await asyncio.to_thread(keys_file.changed)
+    except ConfigError as error:
+        if ring.why_unread is None:
             logger.error("the API keys from before stay in force: %s", error)
         else:
-            if keys is not None:
-                ring.replace(keys)
-                logger.info("%d API keys read from %s", len(keys), file)
+            ring.note_unread(str(error))
+            logger.error("nobody is let in until the API keys can be read: %s", error)
+    else:
+        if keys is not None:
+            ring.replace(keys)
+            logger.info("%d API keys read from %s", len(keys), keys_file.path)
+
+
+async def follow_api_keys(keys_file: ApiKeysFile, ring: KeyRing, *, interval_s: float = _FOLLOW_S) -> None:
+    """Put the file's keys into `ring` whenever it changes, until cancelled; see `take_api_keys`."""
+    while True:
+        await take_api_keys(keys_file, ring)
         await asyncio.sleep(interval_s)

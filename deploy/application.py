@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 
 from ray import serve
@@ -14,7 +14,6 @@ from cluster.generation import target_generation
 from deploy.config import DrafthouseConfig, ServedModel
 from deploy.ingress import IngressReplica, ModelBehind
 from deploy.openai.errors import NOT_READY_RETRY_AFTER_S
-from deploy.openai.keys import ApiKey
 from deploy.openai.settings import DoorSettings
 from specdec.model.config import ModelConfig
 
@@ -28,9 +27,7 @@ _MAX_QUEUED_REQUESTS = 2_000
 there (one that died is replaced within seconds). Serve would keep any number, each with its body."""
 
 
-def build_application(
-    config: DrafthouseConfig, api_keys: Sequence[ApiKey], own: Collection[str] | None = None
-) -> serve.Application:
+def build_application(config: DrafthouseConfig, own: Collection[str] | None = None) -> serve.Application:
     """Return the application, ready for `serve.run`. Ray must be connected.
 
     `own`: names that it may have on the cluster (`build_applications`).
@@ -45,7 +42,7 @@ def build_application(
         ModelBehind(
             target=model.engine.target,
             cluster=model.cluster,
-            settings=door_settings(config, api_keys, model),
+            settings=door_settings(config, model),
             generation=target_generation(model.engine),
         )
         for model in models
@@ -63,10 +60,11 @@ def _resolved(model: ServedModel) -> ServedModel:
     return replace(model, cluster=cluster)
 
 
-def door_settings(
-    config: DrafthouseConfig, api_keys: Sequence[ApiKey], model: ServedModel | None = None
-) -> DoorSettings:
-    """Return what the HTTP door is to know, of one of its models; None: of the first."""
+def door_settings(config: DrafthouseConfig, model: ServedModel | None = None) -> DoorSettings:
+    """Return what the HTTP door is to know, of one of its models; None: of the first.
+
+    API keys are no part of it: doors read the file themselves.
+    """
     model = model or config.served_models()[0]
     http, scheduler = config.http, model.engine.scheduler
     room = model.cluster.target_groups.max_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
@@ -82,7 +80,6 @@ def door_settings(
         max_deliveries_per_s=http.max_deliveries_per_s,
         niceness=http.niceness,
         resume_window_s=http.resume_window_s,
-        api_keys=tuple(api_keys),
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
         access_log=http.access_log,

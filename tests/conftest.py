@@ -25,6 +25,7 @@ STARTING_RAY = (
     "tests/deploy/test_serve.py",
     "tests/deploy/test_serve_faults.py",
     "tests/deploy/test_local_ray.py",
+    "tests/deploy/test_foreign_ray.py",
     "tests/deploy/test_serve_deploy.py",
     "tests/deploy/test_haproxy.py",
     "tests/deploy/test_rolling_update.py",

@@ -61,9 +61,11 @@ class DraftWorkerProcess:
         listener: StartListener | None = None,
         other_ranks: Sequence[Mapping[str, Any]] = (),
         tensors: TensorLane = "gloo",
+        rank_silence_s: float = 20.0,
     ) -> None:
         """`shares`: what it takes on; `other_ranks`: actor options of ranks 1, 2, ... of the draft model, of
-        which this is rank 0; `tensors`: how hidden states travel from targets.
+        which this is rank 0; `tensors`: how hidden states travel from targets; `rank_silence_s`: for how long
+        another rank may not run.
         """
         prepare_logging(peer_id)
         speculative = config.speculative_config
@@ -94,7 +96,8 @@ class DraftWorkerProcess:
             )
             proposer = heads.proposer(self._inbox)
         else:
-            proposer = build_draft_proposer(config, lead_ranks("draft", config, host, other_ranks))
+            ranks = lead_ranks("draft", config, host, other_ranks, rank_silence_s)
+            proposer = build_draft_proposer(config, ranks)
         self._device = device_name(resolve_device(speculative.device))
         progress = StartProgress("draft", listener)
         self._works = idle_work_of(proposer)

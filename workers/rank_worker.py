@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-_SILENCE_S = 20.0
-"""Of draft models, which nobody's stream depends on."""
 
 
 class RankWorkerProcess:
@@ -72,7 +70,7 @@ def lead_ranks(
     config: EngineConfig,
     host: str,
     others: Sequence[Mapping[str, Any]],
-    silence_s: float = _SILENCE_S,
+    silence_s: float,
 ) -> RankGroup | None:
     """Start the other ranks of a model and return rank 0's place among them; None when there are none.
 

@@ -30,7 +30,6 @@ from deploy.cli.ray_messages import RayMessages
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.config_file import load_config
 from deploy.local_ray import RaySession, session_log_folder
-from deploy.openai.keys import ApiKey
 from deploy.preflight import (
     check_address,
     check_endpoint,
@@ -80,8 +79,8 @@ def serve_until_stopped(options: ServeOptions) -> None:
     _raise_on_signals()
     try:
         config = _configured(options)
-        api_keys = _checked(config, options, console)
-        _serve(config, api_keys, options, console)
+        _check(config, options, console)
+        _serve(config, options, console)
     except Stopped:
         console.print("stopped")
 
@@ -93,9 +92,9 @@ def _configured(options: ServeOptions) -> DrafthouseConfig:
     return config.model_copy(update={"http": HttpConfig.model_validate(http)})
 
 
-def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) -> tuple[ApiKey, ...]:
-    """Check all that can be checked before anything is started; return the API keys."""
-    api_keys = check_endpoint(config.http)
+def _check(config: DrafthouseConfig, options: ServeOptions, console: Console) -> None:
+    """Check all that can be checked before anything is started."""
+    check_endpoint(config.http)
     check_exposure(config.http, is_insecure_allowed=options.is_insecure_allowed)
     check_proxy(config.http, address=options.address)
     if options.address is None:
@@ -111,12 +110,9 @@ def _checked(config: DrafthouseConfig, options: ServeOptions, console: Console) 
     for model in config.served_models():
         for text in warnings_of(model.engine):
             console.print(f"warning: {text}", soft_wrap=True, markup=False)
-    return api_keys
 
 
-def _serve(
-    config: DrafthouseConfig, api_keys: tuple[ApiKey, ...], options: ServeOptions, console: Console
-) -> None:
+def _serve(config: DrafthouseConfig, options: ServeOptions, console: Console) -> None:
     started_s = time.monotonic()
     answers = sys.stdout
     num_cpus = options.num_cpus or usable_cpus()
@@ -138,7 +134,11 @@ def _serve(
         _raise_on_signals()  # Ray has put a handler of its own in place
         from deploy.deployment import Deployment
 
-        deployment = Deployment(config, api_keys, show_logs=options.show_logs)
+        deployment = Deployment(
+            config,
+            show_logs=options.show_logs,
+            environment=None if session.is_local else session.serve_environment,
+        )
         with _stopping(deployment, console):
             _start(deployment, console)
             ready_s = time.monotonic() - started_s

@@ -68,12 +68,13 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
         ),
         Alert(
             name="DrafthouseNoTargetGroup",
-            expression=f"{_5M.gauge('coordinators')} < 1 unless {_AT_REST}",
+            expression=f"{_5M.gauge('coordinators_with_target')} < 1 unless {_AT_REST}",
             lasting="1m",
             severity="critical",
             summary="{{ $labels.job }} has no target group",
-            description="The ingress of {{ $labels.job }} reaches no coordinator: every request is answered "
-            "with 503, and streams that are open wait.",
+            description="The ingress of {{ $labels.job }} reaches no coordinator that has a target. Where it "
+            "reaches none, every request is answered with 503; where all that it reaches have lost their "
+            "target and load another, requests and streams wait for that.",
         ),
         _burns("Fast", ("5m", "1h"), 14.4, "critical", objectives),
         _burns("Slowly", ("30m", "6h"), 6.0, "warning", objectives),
@@ -234,7 +235,7 @@ def worker_alerts() -> tuple[Alert, ...]:
     return (
         Alert(
             name="DrafthouseTargetGroupsMissing",
-            expression=f"{_5M.gauge('target_groups_wanted')} - {_5M.gauge('coordinators')} > 0",
+            expression=f"{_5M.gauge('target_groups_wanted')} - {_5M.gauge('coordinators_with_target')} > 0",
             lasting="15m",
             severity="warning",
             summary="{{ $labels.job }} has fewer target groups than it should: {{ $value }} are missing",

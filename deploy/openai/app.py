@@ -22,7 +22,14 @@ from starlette.responses import Response
 from deploy.openai.access_log import AccessLog
 from deploy.openai.bodies import ModelCard, ModelList
 from deploy.openai.document import OPENAPI_PATH, openapi_document
-from deploy.openai.errors import RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, ApiError, not_ready, took_too_long
+from deploy.openai.errors import (
+    RETRY_AFTER_HEADER,
+    SHOULD_RETRY_HEADER,
+    ApiError,
+    keys_unread,
+    not_ready,
+    took_too_long,
+)
 from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
@@ -106,9 +113,9 @@ def create_app(
 ) -> FastAPI:
     """Return the ASGI application that serves `service`, and further models beside it.
 
-    The caller owns the services; their event loop must be the one the application runs in. Through `ring`,
-    which begins with the keys of `settings`, keys can be replaced later. What is not of one model (limits of
-    bodies, keys) goes by `settings`; further models have to have names in theirs. `metrics` counts what
+    The caller owns the services; their event loop must be the one the application runs in. `ring` has the
+    keys, which can be replaced later (None: those of `settings`, for good). What is not of one model (limits
+    of bodies, keys) goes by `settings`; further models have to have names in theirs. `metrics` counts what
     happens here; what the service says of metrics of these names is told instead. `tracing`, the caller's as
     well, gets the traces (`settings.tracing` says where they are to go). `app.state.snapshot()` gives the
     numbers of /metrics, but for those of this door where the service does not have them.
@@ -200,6 +207,8 @@ class _Door:
 
     async def health(self) -> Response:
         """GET /health: 200 exactly when a request, for one of the models at least, would be tried."""
+        if self._ring.why_unread is not None:
+            raise keys_unread(self._ring.why_unread)
         self._require_any()
         return Response(b'{"status":"ok"}', media_type="application/json")
 

@@ -36,6 +36,8 @@ from specdec.core.errors import (
 
 DEADLINE_UNREACHABLE = "deadline_unreachable"
 """Code of a refusal: as things are, the request would not be served in the time that it gives."""
+KEYS_UNREAD = "api_keys_unread"
+"""Code of refusals while the door cannot read the file of its API keys."""
 NOT_READY_RETRY_AFTER_S = 2.0
 """What a client is told to wait for while the model loads or its workers are replaced."""
 _MAX_SHOWN_INPUT = 80
@@ -102,6 +104,18 @@ def not_ready() -> ApiError:
         "The model is not ready: it is being loaded, replaced or shut down. Try again shortly.",
         type="server_error",
         code="not_ready",
+        headers=_retry_after(NOT_READY_RETRY_AFTER_S),
+    )
+
+
+def keys_unread(why: str | None = None) -> ApiError:
+    """It is not known yet which API keys are accepted: this says nothing of the one that was sent."""
+    what = why or "its log, and /health, say why"
+    return ApiError(
+        503,
+        f"The server has not been able to read its API keys, so that nobody can be let in: {what}",
+        type="server_error",
+        code=KEYS_UNREAD,
         headers=_retry_after(NOT_READY_RETRY_AFTER_S),
     )
 

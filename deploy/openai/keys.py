@@ -1,13 +1,14 @@
 """API keys as the door knows them: digests with names and limits, and what each key is using.
 
-Both limits are of one door: several ingress replicas would each grant them.
+Limits are of a key, whichever door its requests come by. A door does not know what a key is using elsewhere,
+so each of several grants an equal part: one at least.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -122,22 +123,48 @@ class _Meter:
         self._since_s = now_s
 
 
+def _alone() -> int:
+    return 1
+
+
 class KeyRing:
     """The keys that are accepted now. They may be replaced at any time; requests that run go on."""
 
-    def __init__(self, keys: Iterable[ApiKey], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[ApiKey] | None,
+        clock: Clock | None = None,
+        *,
+        num_doors: Callable[[], int] = _alone,
+    ) -> None:
+        """`keys` None: there are some, and nobody has read them yet; until `replace` none is accepted.
+
+        `num_doors`: how many doors share the limits at present, this one included.
+        """
         self._clock = clock or MonotonicClock()
-        self._keys = tuple(keys)
+        self._num_doors = num_doors
+        self._keys = () if keys is None else tuple(keys)
+        self._why_unread = "nobody has tried yet" if keys is None else None
         self._meters: dict[bytes, _Meter] = {}
 
     @property
     def is_asked_for(self) -> bool:
         """Whether a request needs a key at all."""
-        return bool(self._keys)
+        return bool(self._keys) or self._why_unread is not None
+
+    @property
+    def why_unread(self) -> str | None:
+        """Why nobody knows yet which keys are accepted; None: these are known."""
+        return self._why_unread
+
+    def note_unread(self, why: str) -> None:
+        """Say why the keys could not be read. Those that are known stay so."""
+        if self._why_unread is not None:
+            self._why_unread = why
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         """Accept these from now on, and no others. What a key has used so far stays counted."""
-        self._keys = tuple(keys)
+        self._keys, self._why_unread = tuple(keys), None
         known = {key.digest for key in self._keys}
         self._meters = {digest: meter for digest, meter in self._meters.items() if digest in known}
 
@@ -161,8 +188,8 @@ class KeyRing:
         if key is None:
             yield
             return
-        meter = self._meters.setdefault(key.digest, _Meter(self._clock))
-        limits = _Limits(key, meter, metrics)
+        limits = self._limits_of(key, metrics)
+        meter = limits.meter
         limits.check_concurrency(1 + meter.num_prepared)
         limits.check_rate()
         meter.num_prepared += 1
@@ -181,62 +208,74 @@ class KeyRing:
         """
         if key is None:
             return UnlimitedUsage()
+        return _KeyUsage(self._limits_of(key, metrics), num_choices, num_prompt_tokens, self._clock)
+
+    def _limits_of(self, key: ApiKey, metrics: DoorMetrics) -> _Limits:
         meter = self._meters.setdefault(key.digest, _Meter(self._clock))
-        return _KeyUsage(key, meter, num_choices, num_prompt_tokens, metrics, self._clock)
+        return _Limits(key, meter, metrics, self._num_doors)
 
 
 class _Limits:
-    """Those of a key, against what it is using."""
+    """This door's part of those of a key, against what the key is using here."""
 
-    def __init__(self, key: ApiKey, meter: _Meter, metrics: DoorMetrics) -> None:
-        self._key = key
-        self._meter = meter
-        self._metrics = metrics
+    def __init__(
+        self, key: ApiKey, meter: _Meter, metrics: DoorMetrics, num_doors: Callable[[], int]
+    ) -> None:
+        self.key = key
+        self.meter = meter
+        self.metrics = metrics
+        self._num_doors = num_doors
 
-    def check_concurrency(self, num_more: int) -> None:
-        """Raise CapacityError where so many choices are too many now."""
-        limit = self._key.max_concurrency
-        if limit is not None and self._meter.num_running + num_more > limit:
+    @property
+    def tokens_per_minute(self) -> int | None:
+        """Tokens of a minute through this door; None: no limit."""
+        return self._part_of(self.key.tokens_per_minute)
+
+    def check_concurrency(self, num_more: int, *, largest: int = 1) -> None:
+        """Raise CapacityError where so many choices are too many now.
+
+        A request of `largest` choices may be larger than this door's part: it is let in when nothing runs.
+        """
+        part = self._part_of(self.key.max_concurrency)
+        if part is not None and self.meter.num_running + num_more > max(part, largest):
             self._refuse(
                 "concurrency",
-                f"This API key may have {limit} choices generated at once, and has "
-                f"{self._meter.num_running + self._meter.num_prepared}.",
-                self._meter.seconds_until_free(),
+                f"This API key may have {self.key.max_concurrency} choices generated at once"
+                f"{self._named(part)}, and has {self.meter.num_running + self.meter.num_prepared}.",
+                self.meter.seconds_until_free(),
             )
 
     def check_rate(self) -> None:
         """Raise CapacityError where the tokens of a minute are used up."""
-        limit = self._key.tokens_per_minute
-        wait_s = 0.0 if limit is None else self._meter.seconds_until_below(limit)
-        if wait_s > 0:
+        part = self.tokens_per_minute
+        wait_s = 0.0 if part is None else self.meter.seconds_until_below(part)
+        if part is not None and wait_s > 0:
             self._refuse(
                 "tokens",
-                f"This API key may use {limit} tokens per minute (prompts and what is generated), and has "
-                "used them.",
+                f"This API key may use {self.key.tokens_per_minute} tokens per minute{self._named(part)} "
+                "(prompts and what is generated), and has used them.",
                 wait_s,
             )
 
+    def _part_of(self, limit: int | None) -> int | None:
+        return None if limit is None else max(1, limit // self._num_doors())
+
+    def _named(self, part: int) -> str:
+        num_doors = self._num_doors()
+        return "" if num_doors == 1 else f", {part} by this one of {num_doors} doors"
+
     def _refuse(self, limit: str, message: str, retry_after_s: float) -> None:
-        self._metrics.api_key_refusals.labels(self._key.name, limit).inc()
+        self.metrics.api_key_refusals.labels(self.key.name, limit).inc()
         raise CapacityError(message, retry_after_s=retry_after_s)
 
 
 class _KeyUsage(Usage):
-    def __init__(
-        self,
-        key: ApiKey,
-        meter: _Meter,
-        num_choices: int,
-        num_prompt_tokens: int,
-        metrics: DoorMetrics,
-        clock: Clock,
-    ) -> None:
-        self._key = key
-        self._meter = meter
-        self._limits = _Limits(key, meter, metrics)
+    def __init__(self, limits: _Limits, num_choices: int, num_prompt_tokens: int, clock: Clock) -> None:
+        self._limits = limits
+        self._meter = limits.meter
         self._num_choices = num_choices
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_tokens = metrics.api_key_tokens.labels(key.name)
+        self._num_tokens = limits.metrics.api_key_tokens.labels(limits.key.name)
         self._clock = clock
         self._start_s = 0.0
         self._is_prompt_counted = False
@@ -245,7 +284,7 @@ class _KeyUsage(Usage):
     def __enter__(self) -> Self:
         """Take a place."""
         self._check_size()
-        self._limits.check_concurrency(self._num_choices)
+        self._limits.check_concurrency(self._num_choices, largest=self._num_choices)
         self._limits.check_rate()
         self._start_s = self._clock.now_s()
         self._meter.num_running += self._num_choices
@@ -258,8 +297,9 @@ class _KeyUsage(Usage):
         """Give the place back; of a request that was refused, the tokens of its prompt, too."""
         if isinstance(error, _REFUSALS) and not self._is_prompt_counted:
             self._meter.ended(self._num_choices, None)
-            if self._key.tokens_per_minute is not None:
-                self._meter.give_back(self._num_prompt_tokens, self._key.tokens_per_minute)
+            tokens_per_minute = self._limits.tokens_per_minute
+            if tokens_per_minute is not None:
+                self._meter.give_back(self._num_prompt_tokens, tokens_per_minute)
             return
         self._meter.ended(self._num_choices, self._clock.now_s() - self._start_s)
         self._count_prompt()
@@ -272,8 +312,9 @@ class _KeyUsage(Usage):
             self._use(num_tokens)
 
     def _use(self, num_tokens: int) -> None:
-        if self._key.tokens_per_minute is not None:
-            self._meter.use(num_tokens, self._key.tokens_per_minute)
+        tokens_per_minute = self._limits.tokens_per_minute
+        if tokens_per_minute is not None:
+            self._meter.use(num_tokens, tokens_per_minute)
 
     def _count_prompt(self) -> None:
         if not self._is_prompt_counted:
@@ -281,7 +322,7 @@ class _KeyUsage(Usage):
             self._num_tokens.inc(self._num_prompt_tokens)
 
     def _check_size(self) -> None:
-        limit = self._key.max_concurrency
+        limit = self._limits.key.max_concurrency
         if limit is not None and self._num_choices > limit:
             raise ApiError(
                 400,

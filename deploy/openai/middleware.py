@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.openai.errors import ApiError, api_error_of, internal_error
+from deploy.openai.errors import ApiError, api_error_of, internal_error, keys_unread
 from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import DoorMetrics
 from deploy.openai.paths import is_open
@@ -75,8 +75,10 @@ class ApiKeys:
         self._ring = ring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or answer 401."""
+        """Serve one request, or answer 401; 503 while it is not known which keys are accepted."""
         if scope["type"] == "http" and self._ring.is_asked_for and not is_open(scope):
+            if self._ring.why_unread is not None:
+                raise keys_unread()
             key = self._check(Headers(scope=scope).get("authorization"))
             scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)

@@ -46,7 +46,8 @@ class DoorSettings:
     resume_window_s: float = DEFAULT_RESUME_WINDOW_S
     """Seconds for which a client that lost its connection may go on with its stream; 0: it may not."""
     api_keys: tuple[ApiKey, ...] = ()
-    """Every API key that is accepted at first; empty: no key is asked for, now or later."""
+    """API keys that are accepted; empty: no key is asked for, unless the door has a ring of its own, with the
+    keys of a file."""
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache: by the time until the first
     token, whoever guesses can tell what others have sent."""

@@ -64,6 +64,7 @@ class Drafting:
         self.num_behind = 0
         """Committed tokens that those who were asked last had yet to read, beyond what a round brings."""
         metrics.method = proposer.capabilities.name
+        metrics.drafts_elsewhere = any(one.remote for one in each)
         self._counts = [metrics.by_drafter.setdefault(name, DrafterCounts()) for name in names]
         for place in self._at_target:
             if not description.drafts_itself:

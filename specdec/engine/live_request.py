@@ -16,7 +16,7 @@ from specdec.core.sequence import TokenConstraint
 from specdec.engine.text_stream import Finish, TextStream
 from specdec.kv.block_table import BlockTable
 from specdec.kv.prefix_cache import PrefixTrail
-from specdec.kv.selection import KvBudgets
+from specdec.kv.selection import KvBudgets, read_budget
 from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import ServiceKey
@@ -37,6 +37,7 @@ class LiveRequest:
         "_kv_variants",
         "_logprobs",
         "_num_reported",
+        "_own_kv_budget",
         "_prompt_logprobs",
         "_text",
         "drafted_by",
@@ -94,6 +95,7 @@ class LiveRequest:
         self.sequence = TokenSequence(request)
         self._kv_variants = kv_variants
         self._kv_budgets = kv_budgets
+        self._own_kv_budget = None if request.kv_budget is None else read_budget(request.kv_budget)
         self.kv_variant = self._present_variant()
         """Which K/V it has in the target's cache, as long as it has any."""
         self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
@@ -160,7 +162,7 @@ class LiveRequest:
         picked = None
         if budgets.pick is not None and not self.has_own_kv_budget:
             picked = budgets.pick(self.request_id, self.class_name)
-        return budgets.tokens(self.request.kv_budget, self.committed_len, picked)
+        return budgets.tokens(self._own_kv_budget, self.committed_len, picked)
 
     @property
     def drafter(self) -> int:
@@ -172,9 +174,7 @@ class LiveRequest:
     @property
     def has_own_kv_budget(self) -> bool:
         """Whether the controller has no say in it: it was asked for, or set while the engine runs."""
-        return self.request.kv_budget is not None or (
-            self._kv_budgets is not None and self._kv_budgets.is_set
-        )
+        return self._own_kv_budget is not None or (self._kv_budgets is not None and self._kv_budgets.is_set)
 
     @property
     def draft_context(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +29,8 @@ class EngineMetrics:
     """How the proposer drafts."""
     num_rounds: int = 0
     rounds_by_mode: Counter[OverlapMode] = field(default_factory=Counter)
+    num_request_rounds_per_k: list[int] = field(default_factory=list)
+    """[k]: how often a request was to be given k draft tokens in a round that gave it tokens."""
     num_drafts: int = 0
     """Proposals that were verified."""
     num_draft_tokens: int = 0
@@ -83,12 +85,21 @@ class EngineMetrics:
     """T_draft, where drafts come from elsewhere, as whoever drafted measures it."""
     hidden_drafting_s: float = 0.0
     """The part of it in which the target had something to verify."""
+    drafts_elsewhere: bool = False
+    """Whether drafts come from elsewhere: then waiting for them is not what they take."""
+    drafting_latencies: Latencies = field(default_factory=Latencies)
+    """T_draft of each round that drafts were asked for in, where it is known: as whoever drafted elsewhere
+    measures it, and what waiting for them took where they are made here, or in the target's step."""
     verify_s: float = 0.0
     """From the submission of a step to its answer."""
     verify_latencies: Latencies = field(default_factory=Latencies)
     """The same of each round."""
     target_forward_s: float = 0.0
     target_sample_s: float = 0.0
+    target_utilization: float = 0.0
+    """Share of the last seconds in which the target computed, as it measures it."""
+    local_draft_utilization: float | None = None
+    """Share of the last seconds in which drafts were made, where they are not made elsewhere."""
     coordinator_s: float = 0.0
     """The rest of the rounds: planning, packing, committing, detokenizing, and what is done between them."""
     finished: Counter[FinishReason] = field(default_factory=Counter)
@@ -114,6 +125,14 @@ class EngineMetrics:
             per_position.extend([0] * (depth - len(per_position)))
         for position in range(num_accepted):
             per_position[position] += 1
+
+    def count_choices(self, num_draft_tokens: Iterable[int], num_without: int) -> None:
+        """Count how many draft tokens each request of a round was to be given; some were to have none."""
+        per_k = self.num_request_rounds_per_k
+        for k, count in ((0, num_without), *((k, 1) for k in num_draft_tokens)):
+            if k >= len(per_k):
+                per_k.extend([0] * (k + 1 - len(per_k)))
+            per_k[k] += count
 
     def count_other_method(self, method: str, num_drafted: int, num_accepted: int) -> None:
         """Count that a proposal, counted already, was by another method than `method`."""
@@ -166,6 +185,7 @@ class EngineMetrics:
             "verify_time_seconds": self.verify_s,
             "target_forward_time_seconds": self.target_forward_s,
             "target_sample_time_seconds": self.target_sample_s,
+            "target_utilization": self.target_utilization,
             "coordinator_time_seconds": self.coordinator_s,
             "num_requests_running": self.num_running,
             "num_requests_waiting": self.num_waiting,
@@ -175,6 +195,7 @@ class EngineMetrics:
         values.update(self.speculation.gauges())
         if self.mean_kv_budget is not None:
             values["speculation_mean_kv_budget"] = self.mean_kv_budget
+        values.update(self._of_drafting())
         for mode, count in dict(self.rounds_by_mode).items():
             values[f'overlap_rounds{{mode="{mode}"}}'] = count
         for position, count in enumerate(list(self.num_accepted_tokens_per_pos)):
@@ -199,4 +220,13 @@ class EngineMetrics:
             values[f'requests_refused{{reason="{refusal}"}}'] = count
         for finish_reason, count in dict(self.finished).items():
             values[f'request_success{{finished_reason="{finish_reason}"}}'] = count
+        return values
+
+    def _of_drafting(self) -> Mapping[str, float]:
+        """How much is drafted, and how long that takes."""
+        values: dict[str, float] = dict(self.drafting_latencies.series("round_drafting_seconds"))
+        for k, count in enumerate(list(self.num_request_rounds_per_k)):
+            values[f'speculation_request_rounds{{k="{k}"}}'] = count
+        if self.local_draft_utilization is not None:
+            values["local_draft_utilization"] = self.local_draft_utilization
         return values

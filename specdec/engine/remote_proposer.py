@@ -25,6 +25,7 @@ from specdec.engine.draft_messages import SizedEntry, divided
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
 from specdec.engine.draft_registry import DraftLink, DraftRegistry, Homelessness, Registration
+from specdec.engine.recent_share import RecentShare
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
@@ -214,6 +215,7 @@ class RemoteProposer:
         self._wanted: Sequence[PeerAddress] | None = None
         self._wanted_lock = threading.Lock()
         self._counters: Counter[str] = Counter()
+        self._drafting_share = RecentShare(self._clock)
 
     @property
     def capabilities(self) -> ProposerCapabilities:
@@ -261,6 +263,17 @@ class RemoteProposer:
             told = [link for link in self._registry.links.values() if link.capacity]
             num_sequences = sum(link.num_others + link.num_registered for link in told)
             return num_sequences / max(1, sum(link.capacity or 0 for link in told))
+
+    @property
+    def utilization(self) -> float:
+        """Share of the last seconds in which draft workers drafted for this proposer, mean over those that
+        are waited for (any thread); 0 without any.
+
+        Shares of all proposers add up to how busy they are; a batch made for several counts for each.
+        """
+        num_workers = self.num_workers
+        share = self._drafting_share.take(self._counters["draft_compute_seconds"], max(1, num_workers))
+        return share if num_workers else 0.0
 
     @property
     def links(self) -> tuple[DraftLinkStatus, ...]:

@@ -6,8 +6,10 @@ while the target is at work on the next round, where it is elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.engine.draft_counts import DraftKind
@@ -34,8 +36,10 @@ class FinishedRound(NamedTuple):
     """T_draft, as whoever drafted measures it."""
     waited_s: float
     """For drafts, be it in the target's step."""
-    is_drafted_for: bool
-    """Whether anybody was to have drafts."""
+    budgets: Mapping[RequestId, int]
+    """How many draft tokens requests were to have; who is not there was to have none."""
+    num_decoding: int
+    """Requests that were to get tokens."""
     submitted_s: float
     verify_s: float
     forward_s: float
@@ -101,8 +105,13 @@ class RoundCounts:
         metrics.draft_s += its.waited_s
         metrics.verify_s += its.verify_s
         metrics.verify_latencies.add(its.verify_s)
-        if its.is_drafted_for:
+        drafted_for = [k for k in its.budgets.values() if k > 0]
+        metrics.count_choices(drafted_for, its.num_decoding - len(drafted_for))
+        if drafted_for:
             metrics.draft_latencies.add(its.waited_s)
+            drafting_s = its.drafting_s if metrics.drafts_elsewhere else its.waited_s
+            if drafting_s > 0.0 or not metrics.drafts_elsewhere:
+                metrics.drafting_latencies.add(drafting_s)
         metrics.target_forward_s += its.forward_s
         metrics.target_sample_s += its.sample_s
         self._count_overlap(its)

@@ -22,11 +22,21 @@ _OF_ROUNDS: Mapping[str, Series] = {
         for name, text in (
             ("round_draft_seconds", "Waiting for drafts, of each round that they were asked for in."),
             ("round_verify_seconds", "From the submission of each round to the target's answer."),
+            (
+                "round_drafting_seconds",
+                "T_draft of each round that drafts were asked for in, where it is known: as draft workers "
+                "measure it, of several the longest, or what drafting takes here, or in the target's step.",
+            ),
         )
         for part in ("bucket", "sum", "count")
     },
     "target_forward_time_seconds": Series("counter", "The target's forwards, as it measures them."),
     "target_sample_time_seconds": Series("counter", "The target's choice of tokens, as it measures it."),
+    "target_utilization": Series(
+        "gauge",
+        "Share of the last ten seconds in which a target computed, as it measures it, 0 to 1.",
+        "mean",
+    ),
     "coordinator_time_seconds": Series(
         "counter",
         "Time of rounds that is neither waiting for drafts nor for the target: planning, asking for drafts, "
@@ -116,6 +126,12 @@ _OF_DRAFTS: Mapping[str, Series] = {
     ),
     "draft_prefix_cache_queries": Series("counter", "Tokens looked up in draft models' prefix caches."),
     "draft_prefix_cache_hits": Series("counter", "Tokens found in draft models' prefix caches."),
+    "local_draft_utilization": Series(
+        "gauge",
+        "Share of the last ten seconds in which drafts were made by the engine's process, or its target, "
+        "where there is no draft pool.",
+        "mean",
+    ),
     "draft_ahead_branches": Series("counter", "Continuations drafted for verdicts that were not known yet."),
     "draft_ahead_branches_left_out": Series("counter", "Continuations that draft models had no memory for."),
     "draft_ahead_branches_true": Series("counter", "Continuations whose verdict came true."),
@@ -159,6 +175,11 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     "draft_workers": Series("gauge", "Draft workers that are waited for.", "max"),
     "draft_pool_usage_perc": Series(
         "gauge", "Requests in the draft pool over those that it takes, 0 to 1.", "mean"
+    ),
+    "draft_utilization": Series(
+        "gauge",
+        "Share of the last ten seconds in which draft workers drafted, mean over those that are waited for; "
+        "a batch for several target groups counts for each.",
     ),
     "draft_wait_seconds": Series("counter", "Time in which draft workers were waited for."),
     "draft_compute_seconds": Series("counter", "Drafting, as each draft worker measures it."),
@@ -209,6 +230,11 @@ _OF_CONTROLLER: Mapping[str, Series] = {
     ),
     "speculation_chosen_num_draft_tokens": Series(
         "gauge", "Requests by k, of the last decision.", labels=("k",)
+    ),
+    "speculation_request_rounds": Series(
+        "counter",
+        "Requests in rounds that were to give them tokens, by k: how many draft tokens each was to have.",
+        labels=("k",),
     ),
     "speculation_goodput_on": Series(
         "gauge", "Expected tokens per second with speculation, in its best mode."

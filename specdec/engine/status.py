@@ -11,6 +11,7 @@ from typing import NamedTuple
 from specdec.core.clock import Clock
 from specdec.engine.draft_counts import MethodCounts
 from specdec.engine.metrics import EngineMetrics
+from specdec.engine.recent_share import RECENT_S
 from specdec.scheduling.speculation.explanation import IN_WORDS, ControllerState
 from specdec.transport.status import (
     ChoiceStatus,
@@ -19,9 +20,6 @@ from specdec.transport.status import (
     RecentStatus,
     TargetGroupStatus,
 )
-
-_RECENT_S = 10.0
-"""How far back "recent" goes."""
 
 
 class _Totals(NamedTuple):
@@ -35,7 +33,6 @@ class _Totals(NamedTuple):
     round_s: float
     draft_wait_s: float
     verify_s: float
-    target_s: float
     coordinator_s: float
     drafting_s: float
     hidden_s: float
@@ -54,7 +51,6 @@ class _Totals(NamedTuple):
             round_s=metrics.round_s,
             draft_wait_s=metrics.draft_s,
             verify_s=metrics.verify_s,
-            target_s=metrics.target_forward_s + metrics.target_sample_s,
             coordinator_s=metrics.coordinator_s,
             drafting_s=metrics.drafting_s,
             hidden_s=metrics.hidden_drafting_s,
@@ -105,7 +101,7 @@ class StatusKeeper:
             num_waiting=metrics.num_waiting,
             max_num_running=self._max_num_running,
             kv_cache_usage=metrics.kv_cache_usage,
-            utilization=_utilization(before, now),
+            utilization=metrics.target_utilization,
             choice=_choice(metrics.speculation, metrics.mean_kv_budget),
             recent=_since(before, now),
             draft_workers=draft_workers,
@@ -115,7 +111,7 @@ class StatusKeeper:
     def _remember(self, now: _Sample) -> _Sample:
         """Return what "recent" counts from."""
         seen = self._seen
-        while len(seen) > 1 and seen[1].at_s <= now.at_s - _RECENT_S:
+        while len(seen) > 1 and seen[1].at_s <= now.at_s - RECENT_S:
             seen.popleft()
         seen.append(now)
         return seen[0]
@@ -163,12 +159,6 @@ def _since(before: _Sample, after: _Sample) -> RecentStatus | None:
         hit_rate=_ratio(new.num_hits, num_verdicts),
         late_rate=_ratio(new.num_late, num_verdicts),
     )
-
-
-def _utilization(before: _Sample, after: _Sample) -> float:
-    passed_s = after.at_s - before.at_s
-    # A step counts when it has come back, so a long one may be longer than what has passed.
-    return min(1.0, (after.totals.target_s - before.totals.target_s) / passed_s) if passed_s > 0.0 else 0.0
 
 
 def _acceptance_by_method(

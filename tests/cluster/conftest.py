@@ -41,6 +41,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         "RAY_worker_niceness": "0",
         "RAY_TMPDIR": str(short),
         "PYTHONPATH": str(ROOT),
+        "HF_MODULES_CACHE": str(temp / "modules"),  # code that checkpoints bring
     }.items():
         os.environ[name] = value
     ray.init(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +23,7 @@ from specdec.core.errors import RequestFailed
 from specdec.core.request import Resumption
 from specdec.transport.base import Envelope, PeerAddress, PeerId
 from specdec.transport.config import ChannelConfig
-from specdec.transport.messages import MetricsReply, Welcome
+from specdec.transport.messages import MetricsReply, Pong, Welcome
 from tests.cluster.test_failover_schedules import a_request
 
 DESCRIPTION = TargetDescription(
@@ -186,11 +187,15 @@ def test_metrics_say_whether_somebody_has_to_be_there_and_how_many_wait() -> Non
         }
         async with started(groups.wake, **zero) as service:
             groups.come(service)
+            lost = Envelope(sender=PeerId("coordinator"), message=Pong(0, (), without_target=True))
+            service._book.hear(lost)
+            values = await service.metrics()
+            assert (values["coordinators"], values["coordinators_with_target"]) == (1, 0)
             groups.go(service)
             values = await service.metrics()
             parts = [values[f'scales_to_zero{{part="{part}"}}'] for part in ("target", "draft")]
             assert (values["coordinators"], values["num_requests_without_group"], parts) == (0, 0, [1, 1])
-            assert values["target_groups_wanted"] == 0
+            assert (values["coordinators_with_target"], values["target_groups_wanted"]) == (0, 0)
             service._wanted.take({"target": 2, "draft": 1})
             assert (await service.metrics())["target_groups_wanted"] == 2
             assert "draft_workers_wanted" not in values, "nobody has said that there is a pool"
@@ -341,5 +346,26 @@ def test_a_client_that_comes_back_to_what_killed_its_servers_is_told_so() -> Non
             with pytest.raises(RequestFailed, match="lost each time"):
                 await service.recall(["cmpl-ab-1"], b"mine")
             assert await service.recall(["cmpl-ab-1"], b"other") == []
+
+    asyncio.run(run())
+
+
+def test_a_door_knows_how_many_are_beside_it() -> None:
+    """They share the limits of API keys."""
+
+    def door(name: str, generation: str = "") -> Member:
+        address = PeerAddress(peer_id=PeerId(name), endpoint="tcp://127.0.0.1:9", public_key=name)
+        # Younger than this one, which so speaks to none of them.
+        return Member(address=address, role="ingress", generation=generation, since=math.inf)
+
+    async def run() -> None:
+        async with started() as service:
+            assert service.num_doors == 1
+            service._follow((door("a"), door("b"), door("c", "of another target")))
+            assert service.num_doors == 3
+            service._follow((door("b"),))
+            assert service.num_doors == 2
+            service._follow(())
+            assert service.num_doors == 1, "this one is there, whatever the directory says"
 
     asyncio.run(run())

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
+from specdec.scheduling.speculation.cost_profile import CostProfile
 from tests.cluster.conftest import Plain, deployed_on_ray
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
 
@@ -37,6 +39,14 @@ def deployed(
         yield folder
 
 
+def test_what_drafts_cost_was_measured_at_the_start(deployed: Path) -> None:
+    """Draft workers let nobody in who is not in the directory: not even who has yet to be ready."""
+    (kept,) = deployed.glob("*.json")
+    profile = msgspec.json.decode(kept.read_bytes(), type=CostProfile)
+    assert profile.draft
+    assert all(point.wire_s > 0.0 for point in profile.draft), "they were drafted in another process"
+
+
 def test_tokens_are_those_without_speculation(deployed: Path, config: ClusterConfig, alone: Plain) -> None:
     """Also when the target's worker dies amid the streams; the next one is not measured again."""
     import ray
@@ -56,6 +66,11 @@ def test_tokens_are_those_without_speculation(deployed: Path, config: ClusterCon
         values = await service.metrics()  # type: ignore[attr-defined]
         assert any(name.startswith("speculation_state{") for name in values)
         assert not values.get('spec_decode_num_proposals_dropped{reason="malformed"}')
+        for number in range(60):  # a few seconds of rounds say what the pool is worth
+            more = Streams(service, requests(6, max_tokens=80, name=f"more-{number}"))
+            await more.finish()
+            if (await service.metrics()).get("speculation_pool_worth"):  # type: ignore[attr-defined]
+                break
 
     with_service(config, scenario)
     coordinators = serve.get_deployment_handle(COORDINATOR, APP)

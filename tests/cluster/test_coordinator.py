@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ class Parts(CoordinatorReplica):
 
     def __init__(self, ended: str = "") -> None:  # not that of a real one
         self._closed = True
+        self._announcing = threading.Lock()
         for name in ("_loop", "_pump", "_directory"):
             setattr(self, name, SimpleNamespace(is_alive=name != ended))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from types import SimpleNamespace
@@ -9,17 +10,20 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 from ray.exceptions import RayError, RayTaskError
 
 from cluster import draft_pool
 from cluster.autoscaling.draft_demand import DraftDemand, demand_of
 from cluster.config import ClusterConfig, MembershipConfig
-from cluster.directory import Member
+from cluster.directory import Member, Role
 from cluster.directory_actor import DirectoryLink
 from cluster.draft_pool import DraftPoolReplica
 from cluster.worker_handle import WorkerHandle
 from specdec.core.errors import TransportError
+from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
+from workers.draft_worker import DraftWorkerProcess
 
 
 class Worker:
@@ -192,11 +196,13 @@ def test_the_directory_s_thread_does_not_wait_for_a_worker() -> None:
     assert busy.admitted == [([first.address], []), ([first.address, second.address], [])]
 
 
-def test_a_worker_hears_of_changes_among_coordinators_only() -> None:
+@pytest.mark.parametrize("role", ["starting", "coordinator"])
+def test_a_worker_hears_of_changes_among_coordinators_only(role: Role) -> None:
+    """Of those, too, that are not ready yet: they want to know what drafts cost."""
     worker = Worker()
     place = Place(worker, [])
     handle = cast("WorkerHandle", worker)
-    one = a_coordinator("one")
+    one = msgspec.structs.replace(a_coordinator("one"), role=role)
     door = msgspec.structs.replace(a_coordinator("door"), role="ingress")
     for members in ((one,), (one, door), (one,), ()):
         place._follow(members)
@@ -213,3 +219,35 @@ def test_a_worker_that_cannot_be_told_who_may_speak_is_replaced(error: Exception
     place._keep_alive()
     assert first.is_stopped
     assert place.num_started == 1
+
+
+def test_the_worker_is_told_how_long_a_rank_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+
+    def remote(*args: object) -> None:
+        given.update(inspect.signature(DraftWorkerProcess.__init__).bind(None, *args).arguments)
+
+    def fail(*_: object) -> None:
+        raise TransportError("that is enough")
+
+    started = SimpleNamespace(options=lambda: SimpleNamespace(remote=remote))
+    monkeypatch.setattr(draft_pool, "worker_options", lambda *_: {})
+    monkeypatch.setattr(draft_pool, "rank_options", lambda *_: [{}])
+    monkeypatch.setattr(draft_pool, "DraftWorker", started)
+    monkeypatch.setattr(draft_pool, "WorkerHandle", fail)
+    place = Place(Worker(), [])
+    place._engine = EngineConfig.model_validate(
+        {"target": {"model": "/t"}, "speculative_config": {"method": "draft_model", "model": "/d"}}
+    )
+    place._cluster = ClusterConfig.model_validate(
+        {"channels": {"bind": "loopback"}, "draft_pool": {"rank_silence_s": 7}}
+    )
+    with pytest.raises(TransportError, match="that is enough"):
+        DraftPoolReplica._start_worker(place)
+    assert given["rank_silence_s"] == 7.0
+
+
+@pytest.mark.parametrize("silence_s", [0.0, 2.9, 3601.0])
+def test_a_silence_that_would_end_healthy_ranks_or_none_is_refused(silence_s: float) -> None:
+    with pytest.raises(ValidationError, match="rank_silence_s"):
+        ClusterConfig.model_validate({"draft_pool": {"rank_silence_s": silence_s}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -130,6 +131,51 @@ def test_every_output_leaves_once_and_in_order(calls: bool, num_losses: int) -> 
         )
     assert door.num_finished() == 3
     assert desk.num_streams == 0
+
+
+class SlowSource(ToySource):
+    """Its first target is lost after five steps; the second is there when `is_loaded` says so."""
+
+    def __init__(self) -> None:
+        super().__init__(calls=False, num_losses=1)
+        self.num_attempts = 0
+        self.is_loading, self.is_loaded = threading.Event(), threading.Event()
+
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
+        self.num_attempts += 1
+        if self.num_attempts > 1:
+            self.is_loading.set()
+            assert self.is_loaded.wait(20)
+        return super().make_engine(meanwhile)
+
+
+def test_a_loss_shows_while_the_next_target_is_loaded() -> None:
+    """Alerts and autoscaling go by these numbers, and a large model takes minutes."""
+    door, source = Door(), SlowSource()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    loop = EngineLoop(desk, source, ChannelCounters())
+    loop.start()
+    loop.wait_ready()
+    try:
+        assert desk.metrics()["target_losses"] == 0
+        for name in ("a", "bb"):
+            desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request(name, 40))))
+        assert source.is_loading.wait(20)
+        desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request("ccc", 3))))
+        lost = desk.metrics()
+        assert lost["target_losses"] == 1
+        assert (lost["num_requests_running"], lost["num_requests_waiting"]) == (0, 3)
+        assert lost["kv_cache_usage_perc"] == 0
+        source.is_loaded.set()
+        door.await_finished(3)
+        deadline_s = time.monotonic() + 20
+        while desk.metrics()["target_recovery_seconds"] == 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert desk.metrics()["target_losses"] == 1
+    finally:
+        source.is_loaded.set()
+        loop.stop()
 
 
 class HopelessSource(ToySource):

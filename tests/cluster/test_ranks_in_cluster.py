@@ -142,15 +142,17 @@ def test_a_model_that_cannot_be_cut_is_refused_in_the_users_words(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("width", "stages", "fate"),
+    ("width", "stages", "fate", "auth"),
     [
-        pytest.param(2, 1, "kill", id="tp2"),
-        pytest.param(1, 2, "stop", id="pp2-stopped"),
-        pytest.param(2, 2, "kill", id="tp2-pp2"),
+        pytest.param(2, 1, "kill", "token", id="tp2-with-tokens"),
+        pytest.param(1, 2, "stop", "disabled", id="pp2-stopped"),
+        pytest.param(2, 2, "kill", "disabled", id="tp2-pp2"),
     ],
 )
-def test_ranks_on_two_nodes(model_folders: tuple[Path, Path], width: int, stages: int, fate: str) -> None:
-    said = run_script("two_nodes.py", str(model_folders[0]), str(width), str(stages), fate)
+def test_ranks_on_two_nodes(
+    model_folders: tuple[Path, Path], width: int, stages: int, fate: str, auth: str
+) -> None:
+    said = run_script("two_nodes.py", str(model_folders[0]), str(width), str(stages), fate, auth)
     assert "two nodes, same tokens" in said
 
 

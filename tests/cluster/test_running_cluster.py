@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+import httpx
 import pytest
 
 from cluster.config import BundleConfig, ClusterConfig, TargetGroupsConfig
@@ -181,6 +182,49 @@ def test_tokens_are_those_of_the_target_alone(
         assert accepted > 10, "the drafter hardly helped: this proves little"
         for part in ("target", "draft"):
             await metric(service, f'num_workers{{part="{part}",compile="off"}}', lambda value: value == 1)
+
+    with_service(cluster_config, scenario)
+
+
+def test_a_trace_goes_through_the_coordinator_to_the_rounds(
+    deployed: None, cluster_config: ClusterConfig
+) -> None:
+    from deploy.openai.tracing import TRACE_ID_HEADER
+    from tests.deploy.openai.test_tracing import PARENT, Traced, attributes
+
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+    async def scenario(service: object) -> None:
+        traced = Traced(service)
+        transport = httpx.ASGITransport(traced.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://door", timeout=60) as client:
+            response = await client.post("/v1/completions", json=body, headers={"traceparent": PARENT})
+        assert response.status_code == 200, response.text
+        assert response.headers[TRACE_ID_HEADER] == PARENT.split("-")[1]
+        spans = traced.spans()
+        assert {format(span.context.trace_id, "032x") for span in spans} == {PARENT.split("-")[1]}
+        names = {span.context.span_id: span.name for span in spans}
+        parents = {span.name: names.get(span.parent.span_id) for span in spans if span.parent is not None}
+        assert parents == {
+            "POST /v1/completions": None,  # the client's
+            "generate": "POST /v1/completions",
+            "queue": "generate",
+            "prefill": "generate",
+            "decode": "generate",
+        }
+        one = {span.name: span for span in spans}
+        root, choice = one["POST /v1/completions"], one["generate"]
+        assert root.start_time <= choice.start_time < choice.end_time <= root.end_time
+        events = [*one["prefill"].events, *one["decode"].events]
+        rounds = [event.attributes["round"] for event in events if event.name == "verify"]
+        assert rounds[:4] == [0, 1, 2, 3]
+        assert [event.name for event in events] == ["propose", "verify", "commit"] * len(rounds)
+        told = attributes(choice)
+        assert told["gen_ai.usage.output_tokens"] == 60
+        assert 0 < told["drafthouse.num_accepted_draft_tokens"] <= told["drafthouse.num_draft_tokens"]
+        seconds = [told[f"drafthouse.{part}_seconds"] for part in ("propose", "verify", "commit")]
+        assert min(seconds) > 0
+        assert sum(seconds) <= (choice.end_time - choice.start_time) / 1e9
 
     with_service(cluster_config, scenario)
 

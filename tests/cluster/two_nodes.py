@@ -1,14 +1,16 @@
 """A target over two Ray nodes of this machine; run by `test_ranks_in_cluster.py`.
 
-python tests/cluster/two_nodes.py TARGET_FOLDER TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE KILL_OR_STOP
+python tests/cluster/two_nodes.py TARGET_FOLDER TENSOR_PARALLEL_SIZE PIPELINE_PARALLEL_SIZE KILL_OR_STOP AUTH
 
 Without stages each node has a rank, with two stages each has a stage. A rank that is not on the node of the
-target worker is killed, or stopped so that nothing closes its links, while streams run.
+target worker is killed, or stopped so that nothing closes its links, while streams run. AUTH is Ray's mode:
+disabled, or token, which all nodes share and nobody else has.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -26,6 +28,7 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
 from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker, workers
+from tests.strangers import require_token
 
 NUM_NODES = 2
 
@@ -85,8 +88,12 @@ def node_of(actor: Any) -> str:
 def main() -> None:
     temp = Path(tempfile.mkdtemp(prefix="dh2n", dir="/tmp"))
     (temp / "ray").mkdir()
+    folder, fate, auth = sys.argv[1], sys.argv[4], sys.argv[5]
+    width, stages = int(sys.argv[2]), int(sys.argv[3])
+    token = secrets.token_hex(32)
     os.environ |= {
-        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_MODE": auth,
+        "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "RAY_TMPDIR": str(temp),
@@ -96,7 +103,6 @@ def main() -> None:
 
     from cluster.application import build_application, resolve
 
-    folder, width, stages, fate = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     nodes = start_two_nodes(temp, width * stages)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
@@ -106,6 +112,8 @@ def main() -> None:
         application = build_application(engine_config(folder, width, stages), cluster)
         serve.run(application, name="two", route_prefix=None)
         compare(cluster, folder, width * stages // NUM_NODES, end_abruptly if fate == "kill" else stop)
+        if auth == "token":
+            require_token(nodes.address, token)
         print("two nodes, same tokens")
         serve.shutdown()
         ray.shutdown()

@@ -28,14 +28,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return watched
 
 
-@pytest.mark.parametrize(("silence_s", "looks"), [((), 20), ((45.0,), 45)])
-def test_ranks_are_watched_for_as_long_as_it_is_configured(
-    silence_s: tuple[float, ...], looks: int, watched: list[dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_ranks_are_watched_for_as_long_as_it_is_configured(role: Role, watched: list[dict[str, Any]]) -> None:
     config = EngineConfig.model_validate({"target": {"model": "/m", "device": "cpu"}})
-    assert lead_ranks("target", config, "127.0.0.1", [{}], *silence_s) is not None
-    assert watched == [{"max_silent_looks": looks}]
-    assert lead_ranks("target", config, "127.0.0.1", []) is None
+    assert lead_ranks(role, config, "127.0.0.1", [{}], 45.0) is not None
+    assert watched == [{"max_silent_looks": 45}]
+    assert lead_ranks(role, config, "127.0.0.1", [], 45.0) is None
     assert len(watched) == 1
 
 
@@ -55,7 +53,7 @@ def test_a_rank_runs_where_its_model_is_configured_to(
         }
     )
     with pytest.raises(ResourceError, match="device cuda needs a GPU"):
-        lead_ranks(role, config, "127.0.0.1", [{}])
+        lead_ranks(role, config, "127.0.0.1", [{}], 20.0)
     other: Role = "draft" if role == "target" else "target"
-    assert lead_ranks(other, config, "127.0.0.1", [{}]) is not None
+    assert lead_ranks(other, config, "127.0.0.1", [{}], 20.0) is not None
     assert len(watched) == 1

@@ -10,10 +10,10 @@ _NOW = Row(
     panels=(
         panel(
             "Target groups",
-            "Copies of the model that can be reached. 0: nobody is answered (see DrafthouseNoTargetGroup), "
-            "or, with min_groups: 0, nobody asks.",
+            "Copies of the model that can be reached and have a target. 0: nobody is answered (see "
+            "DrafthouseNoTargetGroup), or, with min_groups: 0, nobody asks.",
             "short",
-            line(SHOWN.gauge("coordinators"), "{{job}}"),
+            line(SHOWN.gauge("coordinators_with_target"), "{{job}}"),
             kind="number",
             width=4,
             limits=Limits(poor=1, bad=0.5),

@@ -72,6 +72,7 @@ _GROUPS = Row(
             "requests that wait: rounds wait for drafts, or the coordinator is what is slow.",
             "percentunit",
             line(target_utilization(SHOWN), "{{job}}"),
+            line(SHOWN.gauge("target_utilization"), "{{job}}, last ten seconds"),
             width=12,
         ),
         panel(
@@ -81,6 +82,7 @@ _GROUPS = Row(
             "there need be no such workers while nobody asks (min_groups or min_workers: 0).",
             "short",
             line(SHOWN.gauge("coordinators"), "target groups"),
+            line(SHOWN.gauge("coordinators_with_target"), "target groups that have a target"),
             line(SHOWN.gauge("target_groups_wanted"), "target groups wanted"),
             line(SHOWN.gauge("num_workers", by=("part", "compile")), "{{part}} workers: {{compile}}"),
             line(SHOWN.gauge("scales_to_zero", by=("part",)), "{{part}} workers may be none"),
@@ -139,11 +141,14 @@ _DRAFTERS = Row(
         panel(
             "Drafters at work",
             "Seconds of drafting per second, all draft workers together: at the number of "
-            "workers they do nothing else. Beside it, the share of a worker's time that this is, and seconds "
-            "per second in which rounds waited for drafts.",
+            "workers they do nothing else. Beside it, the share of a worker's time that this is (a batch for "
+            "several target groups counts for each), the share of its time in which an engine without a pool "
+            "drafts, and seconds per second in which rounds waited for drafts.",
             "short",
             line(SHOWN.rate("draft_compute_seconds"), "drafting"),
             line(draft_utilization(SHOWN), "share of each worker's time"),
+            line(SHOWN.gauge("draft_utilization"), "the same, last ten seconds"),
+            line(SHOWN.gauge("local_draft_utilization"), "without a pool: share of time, last ten seconds"),
             line(SHOWN.rate("draft_wait_seconds"), "waited for"),
         ),
         panel(

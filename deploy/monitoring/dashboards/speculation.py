@@ -120,7 +120,16 @@ _CHOICE = Row(
         ),
         panel(
             "Requests by k",
-            "How many draft tokens the running requests ask for. k = 0: not drafted for.",
+            "How many draft tokens requests were to have, each round in which they got tokens. k = 0: not "
+            "drafted for.",
+            "ops",
+            line(SHOWN.rate("speculation_request_rounds", by=("k",)), "k = {{k}}"),
+            is_stacked=True,
+        ),
+        panel(
+            "Requests by k, last decision",
+            "How many draft tokens the running requests were to have when this was scraped; what was decided "
+            "between two scrapes is in the panel before.",
             "short",
             line(SHOWN.gauge("speculation_chosen_num_draft_tokens", by=("k",)), "k = {{k}}"),
             is_stacked=True,
@@ -156,6 +165,7 @@ _CHOICE = Row(
             line(SHOWN.rate("speculation_audit_rounds"), "audit rounds"),
             line(SHOWN.rate("speculation_stretch_rounds"), "stretch rounds"),
             line(SHOWN.rate("speculation_comparison_rounds"), "comparison rounds"),
+            width=24,
         ),
     ),
 )
@@ -270,12 +280,16 @@ _ROUNDS = Row(
         ),
         panel(
             "Drafts and verification: p50, p95, p99",
-            "Of single rounds: waiting for drafts, where there are any, and for the target. A "
-            "p99 far from the median is what streams stutter by.",
+            "Of single rounds: waiting for drafts, where there are any; what drafting itself took, where "
+            "that is known; waiting for the target. A p99 far from the median is what streams stutter by.",
             "s",
             *(
                 line(SHOWN.quantile(quantile, f"round_{part}_seconds"), f"{legend} {quantile:.0%}")
-                for part, legend in (("draft", "drafts"), ("verify", "verification"))
+                for part, legend in (
+                    ("draft", "drafts"),
+                    ("drafting", "drafting"),
+                    ("verify", "verification"),
+                )
                 for quantile in (0.5, 0.95, 0.99)
             ),
             width=8,

@@ -13,11 +13,12 @@ from typing import Any, Final, Literal
 from specdec.engine.config import EngineConfig
 
 Shape = Literal["chain", "tree"]
-Place = Literal["one process", "two ranks", "workers", "draft pool"]
-"""Of the target, and of what drafts. workers: as in a cluster, draft models in draft workers, all else where
-the target is; draft pool: heads in draft workers too."""
+Place = Literal["one process", "compiled", "two ranks", "workers", "draft pool"]
+"""Of the target, and of what drafts. compiled: one process, by native calls, as is the default; all others
+run eagerly. workers: as in a cluster, draft models in draft workers, all else where the target is; draft
+pool: heads in draft workers too."""
 SHAPES: Final[tuple[Shape, ...]] = ("chain", "tree")
-PLACES: Final[tuple[Place, ...]] = ("one process", "two ranks", "workers", "draft pool")
+PLACES: Final[tuple[Place, ...]] = ("one process", "compiled", "two ranks", "workers", "draft pool")
 
 Keys = dict[str, Any]
 Files = Callable[[str], str]
@@ -26,6 +27,7 @@ KeysOf = Callable[[Files], Keys]
 
 SMALL_CACHE: Final = {"block_size": 4, "num_blocks": 200}
 EAGER: Final = {"mode": "off"}
+COMPILED: Final = {"mode": "auto"}
 
 
 def _nothing(_: Files) -> Keys:
@@ -72,24 +74,31 @@ class Drafter:
         """
         more = self.chain if shape == "chain" else self.tree
         heads_at = {"heads_at": "draft_pool"} if place == "draft pool" else {}
+        how = COMPILED if place == "compiled" else EAGER
         return EngineConfig.model_validate(
             {
                 "target": {
                     "model": files("target"),
                     "dtype": "float32",
-                    "compile": EAGER,
+                    "compile": how,
                     "tensor_parallel_size": 2 if place == "two ranks" else 1,
                 },
                 "speculative_config": {
                     "controller": "fixed",
-                    **self.keys(files),
-                    **more(files),
+                    **_running({**self.keys(files), **more(files)}, how),
                     **heads_at,
                 },
                 "cache": {"block_size": 4, "num_blocks": num_blocks},
                 "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 64},
             }
         )
+
+
+def _running(keys: Keys, how: Keys) -> Keys:
+    """Return keys with how models of their own run, in each of several drafters too."""
+    own = {"compile": how} if "model" in keys else {}
+    each = {"drafters": [_running(one, how) for one in keys["drafters"]]} if "drafters" in keys else {}
+    return {**keys, **own, **each}
 
 
 def _suffix(**more: Any) -> Keys:
@@ -102,7 +111,7 @@ def _retrieval(files: Files, **more: Any) -> Keys:
 
 
 def _draft_model(files: Files) -> Keys:
-    return {"method": "draft_model", "model": files("draft"), "cache": SMALL_CACHE, "compile": EAGER}
+    return {"method": "draft_model", "model": files("draft"), "cache": SMALL_CACHE}
 
 
 _STREAMING: Final = {"policy": "streaming", "budget": 20, "sink_tokens": 4}
@@ -115,7 +124,7 @@ def _window() -> Keys:
 def _heads(method: str, name: str | None = None, tree: KeysOf = _dynamic, kv: Keys | None = None) -> Drafter:
     def keys(files: Files) -> Keys:
         model = files(name or method)
-        return {"method": method, "model": model, "cache": SMALL_CACHE, "compile": EAGER, "kv": kv or {}}
+        return {"method": method, "model": model, "cache": SMALL_CACHE, "kv": kv or {}}
 
     return Drafter(keys=keys, tree=tree)
 
@@ -169,7 +178,9 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
         keys=lambda files: {**_draft_model(files), "kv": _STREAMING}, tree=_dynamic, refused=_NO_HEADS
     ),
     "self": Drafter(keys=lambda _: _window(), refused=_NO_HEADS),
-    "layerskip": Drafter(keys=lambda _: {"method": "layerskip", "exit_layer": 2}, refused=_NO_HEADS),
+    "layerskip": Drafter(
+        keys=lambda _: {"method": "layerskip", "exit_layer": 2}, tree=_dynamic, refused=_NO_HEADS
+    ),
     "quantized": Drafter(keys=lambda _: {"method": "quantized", "quantization": "int8"}, refused=_NO_HEADS),
     "self over 8 bits": Drafter(
         keys=lambda _: {"method": "self", "kv": {"dtype": "int8"}}, refused=_NO_HEADS

@@ -20,6 +20,7 @@ from specdec.engine.remote_target import RemoteTarget
 from specdec.engine.target_server import TargetServer
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.registry import with_fallback
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.transport.base import ChannelCounters, Envelope, PeerAddress, PeerId, TensorChannel
 from specdec.transport.memory import Faults, MemoryNetwork
@@ -119,7 +120,7 @@ class RemoteHeads:
         self.network.faults = faults or Faults()
         self.engine = Engine.from_parts(
             target=target,
-            proposer=self.proposer,
+            proposer=with_fallback(self.proposer, speculative),
             tokenizer=HuggingFaceTokenizer(make_tokenizer()),
             scheduler=config.scheduler,
             controller=FixedController(speculative.num_speculative_tokens),

@@ -107,13 +107,13 @@ def most_held(length: int) -> int:
         for number in range(NUM_REQUESTS)
     ]
     wanted = {RequestId(f"r{number}"): K for number in range(NUM_REQUESTS)}
-    most, num_drafted = 0, 0
-    while num_drafted < 2 * NUM_REQUESTS:
+    most, num_drafted = 0, dict.fromkeys(wanted, 0)
+    while min(num_drafted.values()) < 2:
         drafted = proposer.propose(views, wanted)
-        num_drafted += len(drafted)
         most = max(most, proposer.sequences.num_held_blocks)
         for one in views:
             if one.request_id in drafted:
+                num_drafted[one.request_id] += 1
                 one.grow(K)
     proposer.check_integrity()
     assert not proposer.crowded_out

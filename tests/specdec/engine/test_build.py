@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
@@ -183,6 +184,15 @@ def test_the_controller_is_that_of_the_configuration() -> None:
     assert made(drafter | {"controller": "fixed"}, everything).mode == "lockstep"
     with pytest.raises(ConfigError, match="overlap: ping_pong is not possible here, only lockstep"):
         made(drafter | {"overlap": "ping_pong"})
+
+
+def test_the_controller_knows_how_many_levels_trees_have() -> None:
+    drafter = {"method": "draft_model", "model": "somewhere", "num_speculative_tokens": 16}
+    tree, chain = made(drafter | {"tree": {"shape": "dynamic", "top_k": 4, "depth": 5}}), made(drafter)
+    assert isinstance(tree, GoodputController)
+    assert isinstance(chain, GoodputController)
+    tree_s, chain_s = (one._costs.draft.by_steps(np.ones(16), 64)[-1] for one in (tree, chain))
+    assert 0.3 * chain_s < tree_s < 0.4 * chain_s, "5 levels, of 16 nodes"
 
 
 def test_costs_are_measured_once_and_kept(

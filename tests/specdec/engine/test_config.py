@@ -11,6 +11,7 @@ from specdec.engine.config import EngineConfig
 from specdec.proposers.draft_model_factory import draft_model_config
 from specdec.proposers.target_facts import TargetFacts
 
+CPU = {"attention_backend": "cpu"}
 FLASHINFER = {"attention_backend": "flashinfer"}
 DRAFT = {"method": "draft_model", "model": "draft"}
 
@@ -61,6 +62,16 @@ def test_target_and_draft_choose_their_attention_apart() -> None:
             None,
             "batch_invariant does not go with attention_backend: flashinfer, whose splits follow the batch",
         ),
+        (
+            {"device": "cuda:1", **CPU},
+            None,
+            r"target\.attention_backend: cpu cannot be had: .* the device is cuda:1: set device to cpu, or",
+        ),
+        (
+            {"dtype": "float16"},
+            {**DRAFT, **CPU},
+            r"speculative_config\.attention_backend: cpu .*not run float16: set dtype to float32 or bfloat16",
+        ),
         ({}, {"method": "ngram", **FLASHINFER}, "method ngram runs no model: leave out attention_backend"),
         ({"attention_backend": "flash"}, None, "(?s)target.attention_backend.*'triton' or 'flashinfer'"),
         (
@@ -81,3 +92,4 @@ def test_attention_that_cannot_be_had(
 def test_attention_that_can_be_had(dtype: str) -> None:
     engine_config({"dtype": dtype, **FLASHINFER}, {**DRAFT, **FLASHINFER})
     engine_config({"dtype": "float32"}, {"dtype": "bfloat16", **DRAFT, **FLASHINFER})
+    engine_config({"batch_invariant": True, "dtype": "float32", **CPU}, {"device": "cpu", **DRAFT, **CPU})

@@ -149,6 +149,15 @@ def serve(engine: Engine, waves: Sequence[Sequence[Request]]) -> Served:
     )
 
 
+def compile_all(engine: Engine) -> None:
+    """Skip the test where nothing can be compiled."""
+    engine.warm_up()
+    states = [work.state for work in engine.idle_work]
+    if states[0] == "failed":
+        pytest.skip("no compiled forward here")
+    assert set(states) == {"ready"}
+
+
 CASES = [
     pytest.param(name, shape, kind, load, place, id=f"{name}-{shape}-{kind}-{load}-{place}".replace(" ", "_"))
     for name, shape, kind, load, place in product(DRAFTERS, SHAPES, get_args(Kind), get_args(Load), PLACES)
@@ -175,7 +184,9 @@ def test_it_does_not_show(
     if place == "two ranks":
         done: Served = rank_pool(2).run(lead, config, serve, waves)[0]
     else:
-        with Engine(config) if place == "one process" else over_workers(config) as engine:
+        with Engine(config) if place in ("one process", "compiled") else over_workers(config) as engine:
+            if place == "compiled":
+                compile_all(engine)
             done = serve(engine, waves)
     assert done.streams == expected
     assert (done.num_drafted > 0) == (name != "none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +18,21 @@ from specdec.core.errors import ConfigError, InputError
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep
 from specdec.core.sampling_params import SamplingParams
+from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.status import StatusKeeper
 from specdec.engine.tokenizer import HuggingFaceTokenizer
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel
-from specdec.kv.selection import BudgetAmount, KvBudget, KvBudgets, KvSelectionConfig, budgets_of
+from specdec.kv.selection import (
+    BudgetAmount,
+    KvBudget,
+    KvBudgets,
+    KvSelectionConfig,
+    WrittenBudget,
+    budgets_of,
+)
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import DraftWindow, draft_window
@@ -204,36 +213,79 @@ def test_metrics_and_status_tell_the_budget(models: Models) -> None:
         run(engine)
 
 
+@pytest.mark.parametrize("written", [0.5, "50%", " 50 % "])
+def test_a_share_may_be_a_percentage(models: Models, alone: Alone, written: WrittenBudget) -> None:
+    """Of a request's own budget, and of that which others get."""
+    engine, target = self_engine(models)
+    with engine:
+        engine.set_kv_budget(written)
+        for index, prompt in enumerate(PROMPTS):
+            one = request(f"r{index}", prompt, PARAMS["greedy"], seed=index)
+            own = written if index % 2 else None
+            engine.add_request(msgspec.structs.replace(one, kv_budget=own))
+        assert run(engine) == alone("greedy", True)
+    for index in (2, 3, 5):
+        first = target.budgets[RequestId(f"r{index}")][0]
+        assert len(PROMPTS[index]) / 2 <= first <= (len(PROMPTS[index]) + 30) / 2 + 1
+
+
+def test_an_async_engine_has_its_budget_changed(models: Models, alone: Alone) -> None:
+    engine, target = self_engine(models)
+    service = AsyncEngine(engine)
+
+    async def generate(index: int) -> tuple[int, ...]:
+        one = request(f"r{index}", PROMPTS[index], PARAMS["greedy"], seed=index)
+        return tuple([token async for output in service.generate(one) for token in output.token_ids])
+
+    try:
+        service.set_kv_budget(20)
+        first = asyncio.run(generate(2))
+        service.set_kv_budget("100%")
+        second = asyncio.run(generate(3))
+        with pytest.raises(ConfigError, match=r"kv\.budget: 7 tokens do not hold"):
+            service.set_kv_budget(7)
+    finally:
+        service.close()
+    assert set(target.budgets[RequestId("r2")]) == {20}
+    assert min(target.budgets[RequestId("r3")]) >= len(PROMPTS[3])
+    expected = alone("greedy", True)
+    assert (first, second) == (expected["r2"], expected["r3"])
+
+
 @pytest.mark.parametrize(
-    ("amount", "message"),
+    ("written", "message"),
     [
         (7, r"kv\.budget: 7 tokens do not hold kv\.sink_tokens \(4\) and a draft .* \(4\): give at least 8"),
         (1.5, "kv.budget: 1.5 is no share"),
         (0, "kv.budget: 0 tokens are none"),
+        ("150%", "kv.budget: 1.5 is no share"),
+        ("8", """kv.budget: '8' is not a number of tokens, nor a share such as "5%" or 0.05"""),
     ],
 )
-def test_a_default_that_cannot_be_is_refused(models: Models, amount: BudgetAmount, message: str) -> None:
+def test_a_default_that_cannot_be_is_refused(models: Models, written: WrittenBudget, message: str) -> None:
     engine, _ = self_engine(models)
     with engine, pytest.raises(ConfigError, match=message):
-        engine.set_kv_budget(amount)
+        engine.set_kv_budget(written)
 
 
 @pytest.mark.parametrize(
-    ("amount", "k", "message"),
+    ("written", "k", "message"),
     [
         (7, None, r"speculation.kv_budget: 7 tokens do not hold .*: give at least 8"),
         (8, 6, r"speculation.kv_budget: 8 tokens do not hold .* \(6\): give at least 10"),
         (0.1, 8, r"speculation.kv_budget: 8 tokens do not hold .* \(8\): give at least 12"),
+        ("10%", 8, r"speculation.kv_budget: 8 tokens do not hold .* \(8\): give at least 12"),
         (-3, None, r"speculation.kv_budget: -3 tokens are none"),
+        ("much", None, r"speculation.kv_budget: 'much' is not a number of tokens"),
     ],
 )
 def test_a_requests_budget_that_cannot_be_is_refused(
-    models: Models, amount: BudgetAmount, k: int | None, message: str
+    models: Models, written: WrittenBudget, k: int | None, message: str
 ) -> None:
     engine, _ = self_engine(models)
     one = request("a", PROMPTS[0], PARAMS["greedy"])
     with engine, pytest.raises(InputError, match=message) as caught:
-        engine.add_request(msgspec.structs.replace(one, kv_budget=amount, num_draft_tokens=k))
+        engine.add_request(msgspec.structs.replace(one, kv_budget=written, num_draft_tokens=k))
     assert caught.value.param == "speculation.kv_budget"
 
 

@@ -9,13 +9,13 @@ import pytest
 
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.plan import TargetResult, TargetStep
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget, ToyTokenizer
-from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -74,9 +74,39 @@ class _WatchedTarget(ToyTarget):
         return super().collect()
 
 
-def _engine(mode: OverlapMode = "ping_pong", *, max_num_seqs: int = 8) -> tuple[Engine, _FarOracle]:
+class _AheadOracle(_FarOracle):
+    """Notes what is prepared while the target verifies, too; drafts when asked all the same."""
+
+    capabilities = ProposerCapabilities(name="oracle", remote=True, looks_ahead=True)
+    ready_s: float | None = 0.0
+
+    def __init__(self, target: _WatchedTarget) -> None:
+        super().__init__(target)
+        self.prepared: list[dict[RequestId, int]] = []
+        self.drafted: list[dict[RequestId, int]] = []
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        self.drafted.append(dict(num_draft_tokens))
+        return super().propose(sequences, num_draft_tokens)
+
+    def look_ahead(self, wishes: Sequence[AheadWish]) -> None:
+        assert all(sum(one.fan_out or ()) > 0 for one in wishes)
+        self.prepared.append({one.view.request_id: one.num_draft_tokens for one in wishes})
+
+    def take_ahead_outcomes(self) -> Sequence[AheadOutcome]:
+        return ()
+
+    def take_drafting_s(self) -> float:
+        return 0.0
+
+
+def _engine(
+    mode: OverlapMode = "ping_pong", *, max_num_seqs: int = 8, kind: type[_FarOracle] = _FarOracle
+) -> tuple[Engine, _FarOracle]:
     target = _WatchedTarget()
-    proposer = _FarOracle(target)
+    proposer = kind(target)
     engine = Engine.from_parts(
         target=target,
         proposer=proposer,
@@ -116,6 +146,27 @@ def test_without_cohorts_nothing_is_in_flight_while_drafts_are_awaited(mode: Ove
     run(engine, *_requests(6))
     assert all(not verified for _, verified in proposer.seen)
     assert proposer.target.deepest == 1
+
+
+def test_who_comes_while_others_are_drafted_ahead_for_is_not_waited_for() -> None:
+    """What it will need is prepared while its prompt is read: asked for behind it, it would hold up all."""
+    engine, proposer = _engine("draft_ahead", kind=_AheadOracle)
+    assert isinstance(proposer, _AheadOracle)
+    (first,) = _requests(1)
+    engine.add_request(first)
+    for _ in range(3):
+        engine.step()
+    silent = request("silent", (4, 5, 6), GREEDY, num_draft_tokens=0)
+    few = request("few", (4, 5, 7), GREEDY, num_draft_tokens=2)
+    late = request("late", (4, 5, 8), GREEDY)
+    outputs = run(engine, silent, few, late)
+    for one in (silent, few, late):
+        assert tokens_of(outputs[one.request_id]) == expected_tokens(one)
+    for one, budget in ((few, 2), (late, 4)):
+        begins = next(at for at, budgets in enumerate(proposer.drafted) if one.request_id in budgets)
+        assert begins > 3
+        assert proposer.prepared[begins - 1][one.request_id] == budget
+    assert not any(silent.request_id in prepared for prepared in proposer.prepared)
 
 
 def test_a_lone_request_goes_on_in_lockstep() -> None:

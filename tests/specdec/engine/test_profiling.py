@@ -14,6 +14,7 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
+from specdec.engine.draft_profiling import budgets_to_measure
 from specdec.engine.profile_plan import LONG_CONTEXT, ProfilePlan
 from specdec.engine.profiling import measure_profile
 from specdec.engine.toy_target import ToyTarget
@@ -23,6 +24,9 @@ from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.speculation.cost import CostModel
+from specdec.tree.dynamic import DynamicTree
+from specdec.tree.growth import TreeShape, levels_of
+from specdec.tree.static import StaticTree
 from tests.specdec.engine.toy_engines import (
     MODEL,
     SAMPLED,
@@ -71,10 +75,13 @@ class TimedProposer:
         self.num_read: dict[RequestId, int] = {}
         self.salts: set[str | None] = set()
 
+    def num_steps(self, num_draft_tokens: int) -> int:
+        return num_draft_tokens
+
     def propose(
         self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
     ) -> dict[RequestId, Proposal]:
-        self.clock.advance(0.001 + 0.002 * max(num_draft_tokens.values(), default=0))
+        self.clock.advance(0.001 + 0.002 * self.num_steps(max(num_draft_tokens.values(), default=0)))
         found = {}
         for one in sequences:
             self.salts.add(one.cache_salt)
@@ -339,3 +346,104 @@ def test_without_a_budget_everything_counts() -> None:
     profile = measure_profile(target, SelfSpeculation(), plan(), clock=clock)
     draft = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4).draft
     assert draft.by_steps(np.full(4, 16), 100_000)[-1] > 10 * 4 * (0.003 + 16 * 300e-6)
+
+
+DYNAMIC = DynamicTree(top_k=4, depth=5)
+BUSHY = StaticTree.of_paths([[0], [1], [2], [3], [0, 0], [1, 0], [0, 0, 0], [0, 1]])
+
+
+def drafting(shape: TreeShape | None) -> ProposerCapabilities:
+    return ProposerCapabilities(
+        name="it", shape="chain" if shape is None else "tree", tree_levels=levels_of(shape)
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "most", "number", "budgets"),
+    [
+        (None, 16, 1, (4, 1)),
+        (None, 16, 64, (4, 1)),
+        (None, 1, 1, (1,)),
+        (DYNAMIC, 16, 1, (16, 1, 5)),
+        (DYNAMIC, 16, 64, (7, 1, 5)),  # no round has more rows
+        (DYNAMIC, 16, 128, (3, 1, 2)),
+        (DYNAMIC, 5, 1, (5, 1, 2)),
+        (DYNAMIC, 1, 1, (1,)),
+        (BUSHY, 8, 1, (8, 1, 7)),  # its seventh node is its deepest
+        (BUSHY, 5, 1, (5, 1, 2)),
+        (StaticTree.of_widths([4], (0.5,)), 4, 1, (4, 1)),
+    ],
+)
+def test_trees_are_measured_where_they_are_as_deep_as_ever(
+    shape: TreeShape | None, most: int, number: int, budgets: tuple[int, ...]
+) -> None:
+    its_plan = plan(max_draft_tokens=most, max_num_batched_tokens=512)
+    assert budgets_to_measure(drafting(shape), its_plan, number) == budgets
+
+
+def test_trees_without_steps_are_measured_between_too() -> None:
+    looked_up = ProposerCapabilities(name="suffix", shape="tree")
+    assert budgets_to_measure(looked_up, plan(max_draft_tokens=16), 1) == (16, 1, 4)
+
+
+class TreeProposer(TimedProposer):
+    """Takes 2 ms for each level of a tree, which has five at most."""
+
+    capabilities = dataclasses.replace(drafting(DYNAMIC), kv="own", max_context=600)
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(clock)
+        self.asked: set[int] = set()
+
+    def num_steps(self, num_draft_tokens: int) -> int:
+        self.asked.add(num_draft_tokens)
+        return min(num_draft_tokens, 5)
+
+
+def test_a_tree_costs_what_its_levels_do() -> None:
+    clock = ManualClock()
+    target, proposer = big_target(clock), TreeProposer(clock)
+    profile = measure_profile(target, proposer, plan(max_draft_tokens=12), clock=clock)
+    assert {(one.num_sequences, one.num_steps) for one in profile.draft} == {
+        *((number, steps) for number in (1, 4) for steps in (1, 5, 12)),
+        *((16, steps) for steps in (1, 5, 7)),
+    }
+    costs = CostModel(profile, max_rows=128, max_sequences=16, max_steps=12, tree_levels=[levels_of(DYNAMIC)])
+    true = [0.001 + 0.002 * min(nodes, 5) for nodes in range(1, 13)]
+    for number in (1, 4, 16):
+        assert costs.draft.by_steps(np.full(12, number), 32) == pytest.approx(true, rel=0.05)
+
+
+def test_what_was_measured_of_a_tree_as_of_a_chain_is_completed() -> None:
+    clock = ManualClock()
+    first = measure_profile(big_target(clock), TimedProposer(clock), plan(max_draft_tokens=12), clock=clock)
+    proposer = TreeProposer(clock)
+    whole = measure_profile(big_target(clock), proposer, plan(max_draft_tokens=12), known=first, clock=clock)
+    assert whole.draft[: len(first.draft)] == first.draft
+    assert {5, 7, 12} == {one.num_steps for one in whole.draft} - {one.num_steps for one in first.draft}
+    assert proposer.asked == {5, 7, 12}
+
+
+class TreeTarget(SelfTimedTarget):
+    """Drafts trees for itself: each level takes 3 ms. It has no place for rows behind a sequence's blocks."""
+
+    def submit(self, step: TargetStep) -> None:
+        size = self.description.block_size
+        for work in step.works:
+            assert work.start + 1 + work.num_self_drafted <= size * (work.table_start + len(work.block_ids))
+        assert sum(1 + work.num_self_drafted for work in step.works) <= 128
+        super().submit(step)
+        self.draft_s = 0.003 * max((min(work.num_self_drafted, 5) for work in step.works), default=0)
+
+
+def test_trees_of_the_targets_own_have_room() -> None:
+    clock = ManualClock()
+    target = TreeTarget(clock, num_blocks=2048, max_model_len=2048)
+    profile = measure_profile(target, SelfSpeculation(tree=DYNAMIC), plan(max_draft_tokens=40), clock=clock)
+    assert max(one.num_steps for one in profile.draft if one.num_sequences == 1) == 40
+    levels = [levels_of(DYNAMIC)]
+    draft = CostModel(profile, max_rows=128, max_sequences=16, max_steps=40, tree_levels=levels).draft
+    for number, most in ((1, 40), (4, 31), (16, 7)):  # as many as there are rows for
+        told = draft.by_steps(np.full(most, number), 32)
+        assert told == pytest.approx(0.003 * np.minimum(np.arange(1, most + 1), 5), rel=0.05)
+    assert target.inner.known_requests == frozenset()

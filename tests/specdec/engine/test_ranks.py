@@ -238,16 +238,28 @@ def test_a_clear_choice_is_not_excused(rank_pool: Pools, folder_of: Callable[[st
 # ------------------------------------------------------------------------- ranks started by the engine
 
 
+DYNAMIC = {"tree": {"shape": "dynamic", "top_k": 3, "depth": 4}, "num_speculative_tokens": 10}
+ENTROPY = {"tree": {"shape": "entropy", "top_k": 3, "depth": 3}, "num_speculative_tokens": 8}
+STATIC = {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("target_size", "draft_size"),
-    [(1, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 1), (2, 2)))],
+    ("target_size", "draft_size", "tree"),
+    [
+        (1, 2, DYNAMIC),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in ((1, 2, {}), (1, 2, STATIC), (1, 2, ENTROPY), (2, 1, {}), (2, 2, {}), (2, 2, DYNAMIC))
+        ),
+    ],
 )
 def test_an_engine_starts_its_ranks(
-    folder_of: Callable[[str], Path], target_size: int, draft_size: int
+    folder_of: Callable[[str], Path], target_size: int, draft_size: int, tree: dict[str, Any]
 ) -> None:
     folder = folder_of("llama")
     draft = {
+        **tree,
         "method": "draft_model",
         "model": str(folder),
         "draft_tensor_parallel_size": draft_size,
@@ -258,6 +270,37 @@ def test_an_engine_starts_its_ranks(
     with Engine(config_of(folder, target_size, **draft)) as engine:
         assert generate(engine, [GREEDY, SAMPLED]) == expected
         assert engine.metrics().num_accepted_tokens > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("view", "tree"),
+    [
+        ({"method": "self"}, DYNAMIC),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in (
+                ({"method": "self"}, ENTROPY),
+                ({"method": "layerskip", "exit_layer": 2}, DYNAMIC),
+                ({"method": "quantized", "quantization": "int8"}, DYNAMIC),
+            )
+        ),
+    ],
+)
+def test_trees_of_a_target_over_ranks_are_those_of_one_process(
+    folder_of: Callable[[str], Path], view: dict[str, Any], tree: dict[str, Any]
+) -> None:
+    """How likely a token is among all no rank knows alone: they have to grow the same tree."""
+
+    def streams_and_acceptance(size: int) -> tuple[Any, int, int]:
+        with Engine(config_of(folder_of("llama"), size, **view, **tree)) as engine:
+            streams = generate(engine, [GREEDY, SAMPLED])
+            return streams, engine.metrics().num_draft_tokens, engine.metrics().num_accepted_tokens
+
+    alone, over_ranks = streams_and_acceptance(1), streams_and_acceptance(2)
+    assert over_ranks[0] == alone[0]
+    assert alone[2] > 50
+    assert over_ranks[1:] == pytest.approx(alone[1:], rel=0.02)
 
 
 @pytest.mark.full

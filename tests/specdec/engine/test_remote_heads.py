@@ -78,6 +78,8 @@ def beside_the_target(config: EngineConfig, params: SamplingParams) -> tuple[int
         ("eagle3", "greedy", CHAIN),
         ("eagle3", "plain", DYNAMIC),
         ("medusa", "greedy", CHAIN),
+        ("eagle3", "greedy", {**CHAIN, "lookup_first": 2}),
+        pytest.param("medusa", "plain", {**STATIC, "lookup_first": 2}, marks=pytest.mark.full),
         pytest.param("eagle3", "plain", CHAIN, marks=pytest.mark.full),
         pytest.param("eagle3", "greedy", DYNAMIC, marks=pytest.mark.full),
         pytest.param("eagle", "greedy", STATIC, marks=pytest.mark.full),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pydantic
 import pytest
@@ -20,14 +21,14 @@ from numpy.typing import NDArray
 from specdec.attention.observation import Observation
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, SlotMove, TargetStep, TargetWork
-from specdec.core.sampling_params import SamplingParams
-from specdec.engine.attention_watch import AttentionWatch
+from specdec.core.sampling_params import Grammar, SamplingParams
+from specdec.engine.attention_watch import AttentionWatch, rows_to_observe
 from specdec.engine.build_target import build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
 from specdec.engine.tokenizer import build_tokenizer
-from specdec.kv.block_scores import DECAY, MAX_WINDOW, BlockScores
+from specdec.kv.block_scores import DECAY, MAX_WINDOW, BlockScores, RunningScores
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.config import ModelConfig
@@ -55,6 +56,7 @@ from tests.specdec.engine.test_self_speculation import (
     reference_draft,
     selecting,
 )
+from tests.specdec.engine.toy_engines import request
 
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
 
@@ -161,18 +163,24 @@ def test_bf16(models: Models, kind: str) -> None:
 
 
 def run_rounds(
-    target: LocalTarget, params: SamplingParams, num_rounds: int, num_self_drafted: int = 4
+    target: LocalTarget,
+    params: SamplingParams,
+    num_rounds: int,
+    num_self_drafted: int = 4,
+    num_plain: int = 0,
 ) -> tuple[list[int], int]:
-    """Serve `LONG` for some rounds; return its committed tokens and how many drafts were rejected."""
+    """Serve `LONG` for some rounds, behind `num_plain` ones without drafts; return its committed tokens and
+    how many drafts were rejected.
+    """
     name, tokens, num_rejected = RequestId("a"), list(LONG), 0
     blocks = tuple(range(40, 20, -1))
     work = TargetWork(name, tuple(tokens), 0, 1, 0, blocks)
     (answer,) = target.run(TargetStep(0, (work,), (AdmittedSequence(name, 12345, params),))).results
     tokens += answer.token_ids
     moves: tuple[SlotMove, ...] = ()
-    for step_id in range(1, num_rounds + 1):
-        length = len(tokens)
-        work = TargetWork(name, tuple(tokens[-1:]), length - 1, 1, 20, (), num_self_drafted=num_self_drafted)
+    for step_id in range(1, num_plain + num_rounds + 1):
+        length, k = len(tokens), num_self_drafted if step_id > num_plain else 0
+        work = TargetWork(name, tuple(tokens[-1:]), length - 1, 1, 20, (), num_self_drafted=k)
         (answer,) = target.run(TargetStep(step_id, (work,), moves=moves)).results
         verdict = verdict_of(answer.drafted, answer.drafted_parents, answer.token_ids)
         num_rejected += len(answer.drafted) - len(verdict.accepted_nodes)
@@ -263,9 +271,13 @@ def test_a_window_is_that_of_the_prompt(sharp_models: Models) -> None:
     target = target_of(sharp_models, selecting("snapkv", 16), compiled=True)
     run_rounds(target, UNENDING["plain"], 3)
     window = reference_masses(sharp_models, LONG)[-MAX_WINDOW:].mean(0)
+    np.testing.assert_allclose(scores_of(target).values, pooled(window), rtol=1e-3, atol=1e-3)
+
+
+def pooled(window: NDArray[np.float64]) -> NDArray[np.float64]:
+    """snapkv, of the mean of a window."""
     padded = np.pad(window, 1, mode="edge")
-    expected = padded[:-2] / 4 + window / 2 + padded[2:] / 4
-    np.testing.assert_allclose(scores_of(target).values, expected, rtol=1e-3, atol=1e-3)
+    return padded[:-2] / 4 + window / 2 + padded[2:] / 4
 
 
 def test_a_sequence_that_comes_back_is_scored_anew(models: Models) -> None:
@@ -336,6 +348,132 @@ def test_what_is_not_asked_for_is_not_observed(models: Models, monkeypatch: pyte
     setting = SelfSetting(kv=KvSelectionConfig(policy="streaming", budget=12))
     with setting.engine(models, "llama") as engine:
         engine.generate(PROMPTS[:2], KINDS["greedy"])
+
+
+Rounds = dict[RequestId, list[tuple[int, int]]]
+"""By sequence, of every round that samples: how many rows it samples, and how many are looked at."""
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    """Those of all targets."""
+    seen: Rounds = {}
+    ask = AttentionWatch.ask
+
+    def noted(
+        self: AttentionWatch, works: Sequence[TargetWork], scores: Sequence[BlockScores | None]
+    ) -> Observation | None:
+        observation = ask(self, works, scores)
+        counts = (0,) * len(works) if observation is None else observation.num_observed
+        for work, count in zip(works, counts, strict=True):
+            if work.num_sampled_rows:
+                seen.setdefault(work.request_id, []).append((work.num_sampled_rows, count))
+        return observation
+
+    monkeypatch.setattr(AttentionWatch, "ask", noted)
+    return seen
+
+
+@pytest.mark.parametrize("policy", SCORED)
+@pytest.mark.parametrize("every", [None, 4])
+def test_plain_rounds_are_not_observed(
+    models: Models, policy: KvPolicyName, every: int | None, rounds: Rounds
+) -> None:
+    """But for the end of the prompt."""
+    target = target_of(models, selecting(policy, 16, every=every), compiled=True)
+    run_rounds(target, UNENDING["plain"], 0, num_plain=40)
+    assert rounds == {RequestId("a"): [(1, MAX_WINDOW), *[(1, 0)] * 40]}
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_what_others_have_drafted_is_not_observed(
+    models: Models, policy: KvPolicyName, rounds: Rounds
+) -> None:
+    """Another of several drafters, or a lookup; and a grammar leaves nothing to be drafted here at all."""
+    target = target_of(models, selecting(policy, 16, every=1), compiled=True)
+    name, grammar = RequestId("a"), RequestId("b")
+    tokens, _ = run_rounds(target, UNENDING["plain"], 0)
+    work = TargetWork(name, (tokens[-1], 5, 6), len(tokens) - 1, 3, 20, ())
+    target.run(TargetStep(1, (work,)))
+    assert rounds == {name: [(1, MAX_WINDOW), (3, 0)]}
+    constrained = msgspec.structs.replace(UNENDING["plain"], grammar=Grammar("regex"))
+    work = TargetWork(grammar, tuple(LONG), 0, 1, 0, tuple(range(41, 61)), masks=(b"\xff" * 16,))
+    target.run(TargetStep(2, (work,), (AdmittedSequence(grammar, 1, constrained),)))
+    assert rounds[grammar] == [(1, 0)]
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_control_rounds_with_drafts_are_observed(
+    models: Models, policy: KvPolicyName, rounds: Rounds
+) -> None:
+    target = target_of(models, selecting(policy, 16, every=4), compiled=True)
+    run_rounds(target, UNENDING["plain"], 7)
+    assert sum(count > 0 for _, count in rounds[RequestId("a")]) > 2
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_of_a_batch_those_without_drafts_are_not_observed(
+    models: Models, streams: Streams, policy: KvPolicyName, rounds: Rounds
+) -> None:
+    """Requests that want none, and the last rounds of others, in which there is room for none."""
+    expected = streams.alone("llama", "greedy", KINDS["greedy"])
+    setting = SelfSetting(num_draft_tokens=4, batch=8, chunk=64, kv=selecting(policy, every=4))
+    got: dict[RequestId, list[int]] = {}
+    with setting.engine(models, "llama") as engine:
+        for index, prompt in enumerate(PROMPTS):
+            k = 0 if index % 2 else None
+            engine.add_request(request(f"r{index}", prompt, KINDS["greedy"], num_draft_tokens=k))
+        while engine.has_work:
+            for output in engine.step():
+                got.setdefault(output.request_id, []).extend(output.token_ids)
+    for index, tokens in enumerate(expected):
+        name = RequestId(f"r{index}")
+        assert tuple(got[name]) == tokens
+        (_, first), *later = rounds[name]
+        assert first > 0, "the prompt"
+        assert all(count == 0 for num_sampled, count in later if num_sampled == 1)
+        if index % 2:
+            assert not any(count for _, count in later)
+    assert sum(count > 0 for of_one in rounds.values() for _, count in of_one[1:]) > len(PROMPTS)
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_who_is_drafted_for_again_is_scored_at_once(
+    sharp_models: Models, policy: KvPolicyName, rounds: Rounds
+) -> None:
+    """By the tokens of that round: those of the time without drafts nobody has looked at."""
+    kv, name = selecting(policy, 16, every=8), RequestId("a")
+    paused, resumed = (target_of(sharp_models, kv, compiled=True) for _ in range(2))
+    alone, _ = run_rounds(paused, UNENDING["plain"], 0, num_plain=20)
+    rounds.clear()
+    tokens, _ = run_rounds(resumed, UNENDING["plain"], 1, num_plain=12)
+    assert tokens == alone[: len(tokens)]
+    assert rounds == {name: [(1, MAX_WINDOW), *[(1, 0)] * 12, (5, 5)]}
+    masses = reference_masses(sharp_models, tokens[:-1])
+    fresh = masses[len(LONG) + 12 :]
+    if policy == "verified":
+        before = reference_scores(masses[: len(LONG)])
+        expected = DECAY ** np.arange(len(fresh))[::-1] @ fresh + DECAY ** (len(masses) - len(LONG)) * before
+    else:
+        expected = pooled(fresh.mean(0))
+    np.testing.assert_allclose(scores_of(resumed).values, expected, rtol=1e-3, atol=1e-3)
+    stale, latest = scores_of(paused).values, scores_of(resumed).values
+    assert stale is not None
+    assert latest is not None
+    assert len(stale) < len(latest), "the control: they end with the prompt"
+
+
+def test_sequences_of_a_batch_are_looked_at_together() -> None:
+    """One that is due, and one that has waited for half of its time; not one that has just had its turn."""
+    scores: list[BlockScores | None] = []
+    for end in (20, 24, 27):
+        of_one = RunningScores(8)
+        of_one.learn(np.ones((1, 2), np.float32), end)
+        scores.append(of_one)
+    works = [TargetWork(RequestId(str(number)), (1, 2, 3), 27, 3, 0, ()) for number in range(3)]
+    assert rows_to_observe(works, scores) == [3, 3, 0]
+    assert rows_to_observe(works[1:], scores[1:]) == [0, 0], "nobody is due"
+    assert rows_to_observe(works, [None, *scores[1:]]) == [0, 0, 0], "who is due has no drafts"
 
 
 def scores_of_rank(group: RankGroup, config: EngineConfig) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
@@ -110,7 +111,7 @@ class SelfSetting(Setting):
             target=LocalTarget(
                 runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE), self_tree=self.tree
             ),
-            proposer=SelfSpeculation(shape="chain" if self.tree is None else "tree"),
+            proposer=SelfSpeculation(tree=self.tree),
             tokenizer=HuggingFaceTokenizer(make_tokenizer()),
             scheduler=SchedulerConfig(
                 max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
@@ -564,8 +565,8 @@ def test_draft_that_is_not_finite_costs_only_itself(
     run = LocalTarget._run
     spoilt = []
 
-    def spoil(self: LocalTarget, step: TargetStep) -> TargetResult:
-        result = run(self, step)
+    def spoil(self: LocalTarget, step: TargetStep, *drafted_for: AbstractSet[RequestId]) -> TargetResult:
+        result = run(self, step, *drafted_for)
         if not any(work.num_sampled_rows > 1 for work in step.works):
             return result
         spoilt.append(step.step_id)

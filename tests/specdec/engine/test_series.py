@@ -32,6 +32,7 @@ OF_ONLINE_LEARNING = {name for name in ENGINE_SERIES if name.startswith("online_
 OF_THE_POOL = {
     "draft_workers",
     "draft_pool_usage_perc",
+    "draft_utilization",
     "draft_deadline_misses",
     "stale_drafts_dropped",
     "invalid_drafts_dropped",
@@ -47,6 +48,7 @@ def full_metrics() -> EngineMetrics:
     """Metrics in which everything has happened."""
     metrics = EngineMetrics()
     metrics.count_draft(3, 2)
+    metrics.count_choices([3], 1)
     metrics.draft_latencies.add(0.01)
     metrics.by_kind.count(DraftKind("code", "0", "1", "later"), 3, 2)
     metrics.proposals_dropped["late"] += 1
@@ -54,6 +56,7 @@ def full_metrics() -> EngineMetrics:
     metrics.refusals["late"] += 1
     metrics.rounds_by_mode["ping_pong"] += 1
     metrics.mean_kv_budget = 512.0
+    metrics.local_draft_utilization = 0.5
     metrics.by_drafter["lookup"] = metrics.by_shadow["small"] = DrafterCounts()
     metrics.num_running_by_drafter["lookup"] += 1
     metrics.speculation = ControllerState(num_requests_by_k=(1, 2), acceptance=(0.5,), pool_worth=1.5)

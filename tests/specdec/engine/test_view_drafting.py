@@ -351,16 +351,6 @@ def test_settings_that_cannot_be(block: dict[str, object], message: str) -> None
             {"pipeline_parallel_size": 2},
             "quantized .*pipeline_para.*or use tensor_parallel_size",
         ),
-        (
-            {"method": "layerskip", "exit_layer": 2, "tree": {"shape": "entropy"}},
-            {"tensor_parallel_size": 2},
-            "entropy does not go with method layerskip and target.tensor_parallel_size: 2",
-        ),
-        (
-            {"method": "self", "tree": {"shape": "dynamic"}},
-            {"tensor_parallel_size": 2},
-            "no rank knows how likely a token is among all: write shape: static",
-        ),
         ({"method": "quantized", "quantization": "int4"}, {"quantization": "int8"}, "leave one of them out"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from deploy.preflight import warnings_of
 from specdec.core.errors import ConfigError, InputError
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep
@@ -372,9 +376,51 @@ def test_what_does_not_go_together_is_refused(fields: dict[str, Any], message: s
         SpeculativeConfig.model_validate(config)
 
 
-def test_heads_that_turn_out_to_have_no_kv_are_refused(bench: Bench, drafters: FittedDrafters) -> None:
-    config = config_of(bench, Path(drafters.folder_of("hydra")), "hydra", kv=STREAMING)
-    with pytest.raises(
-        ConfigError, match=r"kv\.policy: streaming .* the heads in .* have none: leave out kv"
-    ):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv": STREAMING}, r"kv\.policy: streaming .* the heads in .* have none: leave out kv"),
+        ({"max_model_len": 64}, r"speculative_config\.max_model_len: 64 .* have none: leave it out"),
+    ],
+)
+def test_heads_that_turn_out_to_have_no_kv_are_refused(
+    bench: Bench, drafters: FittedDrafters, settings: dict[str, Any], message: str
+) -> None:
+    config = config_of(bench, Path(drafters.folder_of("hydra")), "hydra", **settings)
+    with pytest.raises(ConfigError, match=message):
         Engine(config)
+
+
+@pytest.mark.parametrize(
+    ("num_positions", "settings", "said"),
+    [
+        (64, {}, r"heads was made for texts of up to 64 tokens .* up to 256 here: .*max_model_len: 64 these"),
+        (64, {"max_model_len": 100}, "drafts behind up to 100 here"),
+        (64, {"max_model_len": 64}, None),
+        (256, {}, None),
+        (None, {}, None),
+    ],
+)
+def test_heads_that_were_made_for_shorter_texts_are_warned_of(
+    bench: Bench,
+    drafters: FittedDrafters,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    num_positions: int | None,
+    settings: dict[str, Any],
+    said: str | None,
+) -> None:
+    """By `config validate`, and in the same words where they are loaded."""
+    folder = tmp_path / "heads"
+    shutil.copytree(drafters.folder_of("eagle"), folder)
+    file = folder / "config.json"
+    stated = json.loads(file.read_text()) | {"max_position_embeddings": num_positions}
+    file.write_text(json.dumps({name: value for name, value in stated.items() if value is not None}))
+    config = config_of(bench, folder, "eagle", **settings)
+    texts = warnings_of(config)
+    with caplog.at_level("WARNING", logger="specdec.proposers.heads_factory"), Engine(config):
+        pass
+    logged = [one.getMessage() for one in caplog.records if one.name == "specdec.proposers.heads_factory"]
+    assert logged == texts
+    assert len(texts) == (said is not None)
+    assert said is None or re.search(said, texts[0]), texts

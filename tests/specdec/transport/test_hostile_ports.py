@@ -8,15 +8,24 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.core.errors import ChannelTimeout
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.model.parallel import heartbeat
+from specdec.model.parallel.group import RankGroup
 from specdec.transport.base import Channel, PeerId
 from specdec.transport.messages import Ping, encode
 from specdec.transport.torch_dist import TorchDistChannel
 from specdec.transport.zmq import ZmqChannel, ZmqOptions
+from tests.architectures import save_model
+from tests.rank_pool import BreakablePools
 from tests.rubbish import throw
+from tests.specdec.engine.ranked_engines import GREEDY, check, config_of, generate, lead
 from tests.specdec.transport.echo_peer import echo_process
 
 SERVER, CLIENT, ECHO = PeerId("server"), PeerId("client"), PeerId("echo")
@@ -126,3 +135,69 @@ def test_nothing_comes_through_the_door_of_gloo(num_connections: int) -> None:
             assert process.poll() is None
     finally:
         client.close()
+
+
+VALIDATE = b"\0" + struct.pack("<I", 0x3C85F7CE)
+"""How PyTorch's store is greeted."""
+
+
+def store_rubbish(generator: random.Random) -> Iterator[bytes]:
+    """The same, or what begins as PyTorch's store wants it and goes on with questions that make no sense."""
+    if generator.randrange(2):
+        yield from rubbish(generator)
+        return
+    yield VALIDATE
+    for _ in range(generator.randrange(1, 5)):
+        length = generator.choice([0, 3, 1 << 20, 1 << 33, (1 << 64) - 1, generator.getrandbits(64)])
+        yield bytes([generator.randrange(24)]) + struct.pack("<Q", length)
+        yield generator.randbytes(generator.randrange(100))
+
+
+def beats_on(group: RankGroup) -> bool:
+    """Whether the other rank still shows that it runs, and this one can see it: by the store."""
+    store, key = group.open_store(), heartbeat._key(1)
+    before, until_s = store.get(key), time.monotonic() + 30
+    while store.get(key) == before:
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def serve_under_fire(group: RankGroup, config: EngineConfig, num_connections: int) -> Any:
+    """Rank 0: all different answers to the same prompts, and what else went wrong meanwhile."""
+    wrong: list[str] = []
+
+    def fire() -> None:
+        try:
+            throw(f"tcp://{group._spec.store_host}:{group._spec.store_port}", num_connections, store_rubbish)
+        except OSError as error:
+            wrong.append(f"the port is gone: {error}")
+
+    def use(engine: Engine) -> Any:
+        thrower = threading.Thread(target=fire)
+        thrower.start()
+        answers = []
+        while thrower.is_alive():
+            answers.append(generate(engine, [GREEDY]))
+        answers.append(generate(engine, [GREEDY]))
+        if not beats_on(group):
+            wrong.append("the other rank is silent")
+        return [one for index, one in enumerate(answers) if one not in answers[:index]], wrong
+
+    return lead(group, config, use)
+
+
+@pytest.mark.parametrize(
+    "num_connections", [40, pytest.param(2_000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])]
+)
+def test_nothing_comes_through_the_store_where_ranks_meet(
+    num_connections: int, breakable_pool: BreakablePools, tmp_path: Path
+) -> None:
+    """While they hold one model together, and show by the same store that they run."""
+    save_model(tmp_path)
+    with breakable_pool(2) as pool:
+        right = check(pool, tmp_path, [GREEDY]).streams
+        answers, wrong = pool.run(serve_under_fire, config_of(tmp_path, 2), num_connections)[0]
+        assert not wrong
+        assert answers == [right]
