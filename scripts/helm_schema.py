@@ -133,6 +133,7 @@ class GpuPool(Pool):
 
 class TargetPool(GpuPool):
     groups: int = Field(ge=1)
+    spare_groups: int = Field(ge=0)
     max_groups: int = Field(ge=0)
     nodes_per_group: int = Field(ge=1)
     multi_host: bool

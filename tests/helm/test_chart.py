@@ -121,7 +121,13 @@ def scaling(pool: str, **bounds: int) -> Values:
     return {"config": {"cluster": {pool: {"autoscaling": bounds}}}}
 
 
+def updating(how: str) -> Values:
+    """How a changed config replaces target groups."""
+    return {"config": {"cluster": {"updates": how}}}
+
+
 ROOM: Values = {"target": {"groups": 1, "maxGroups": 2}} | SCALED
+SPARE: Values = {"target": {"spareGroups": 1}}
 TENSOR_PARALLEL_OVER_PODS: Values = {
     "config": {"target": {"tensor_parallel_size": 8}},
     "target": {"nodesPerGroup": 2, "gpu": 4, "groups": 2},
@@ -184,6 +190,7 @@ def test_values_file_shows_every_key() -> None:
         {"target": {"groupz": 2}},
         {"target": {"probes": {"livness": {}}}},
         {"target": {"groups": 0}},
+        {"target": {"spareGroups": -1}},
         {"target": {"groups": "two"}},
         {"target": {"memory": "32 GB"}},
         {"target": {"podDisruptionBudget": {"maxUnavailable": "50%"}}},
@@ -201,6 +208,7 @@ def test_values_file_shows_every_key() -> None:
         {"config": {"http": {"tls": {"certificate_file": "/a", "key_file": "/b"}}}},
         {"config": {"cluster": {"target_groups": {"num_groups": 2}}}},
         {"config": {"cluster": {"check_resources": True}}},
+        {"config": {"models": {"small": {"target": {"model": "/models/small"}}}}},
         {"upgrade": {"type": "Sometimes"}},
     ],
     ids=json.dumps,
@@ -758,6 +766,14 @@ def test_budgets_count_the_pods_that_scaling_leaves() -> None:
     assert found["llm-drafthouse-target"]["minAvailable"] == 1
 
 
+def test_budgets_count_spare_pods_where_these_are_ready() -> None:
+    """Of groups of one pod they are not: KubeRay asks for a proxy, which is where a coordinator is."""
+    for values, least in (({"target": {"groups": 3}}, 2), (TENSOR_PARALLEL_OVER_PODS, 5)):
+        found = of_kind(render(merged(values, SPARE)), "PodDisruptionBudget")
+        (budget,) = [item for item in found if item["metadata"]["name"].endswith("-target")]
+        assert budget["spec"]["minAvailable"] == least
+
+
 def test_clients_come_through_the_pods_for_the_door_alone() -> None:
     """KubeRay's Service has all workers of one cluster behind it: the port leaves out those without it."""
     values = merged(EVERYTHING, {"tls": {"existingSecret": ""}})
@@ -836,6 +852,56 @@ def test_pods_of_target_groups_scale_by_whole_groups() -> None:
         assert (target["minReplicas"], target["replicas"], target["maxReplicas"]) == sizes
 
 
+def test_spare_pods_are_those_of_one_group_more() -> None:
+    for values in ({"target": {"groups": 2}}, TENSOR_PARALLEL_OVER_PODS, values_of("multi-host")):
+        spared = merged(values, SPARE)
+        config = parse_arguments(serve_config(spared)["applications"][0]["args"]).config
+        groups = config.cluster.target_groups
+        for is_together in (True, False):
+            service = ray_service(merged(spared, {"target": {"multiHost": is_together}}))
+            target = groups_of(service)["target"]
+            assert target["minReplicas"] == target["replicas"] == target["maxReplicas"]
+            for num_more, fits in ((1, True), (2, False)):
+                more = groups.model_copy(update={"num_groups": groups.num_groups + num_more})
+                cluster = config.cluster.model_copy(update={"target_groups": more})
+                plan = plan_placement(
+                    cluster,
+                    nodes_of(service),
+                    has_drafter=config.speculative_config.drafts_in_pool,
+                    ranks=RanksPerModel.of(config.engine()),
+                )
+                if fits:
+                    require_plan(plan)
+                else:
+                    with pytest.raises(ResourceError, match="pool=target"):
+                        require_plan(plan)
+
+
+def test_spare_pods_are_beside_those_that_scaling_may_want() -> None:
+    values = merged(ROOM, SPARE) | scaling("target_groups", min_groups=0, max_groups=2)
+    target = groups_of(ray_service(values))["target"]
+    assert (target["minReplicas"], target["replicas"], target["maxReplicas"]) == (1, 2, 3)
+
+
+def test_more_or_fewer_pods_are_the_same_pods() -> None:
+    """Where anything else differs, KubeRay makes another cluster beside the first."""
+
+    def without_numbers(values: Values) -> dict[str, Any]:
+        cluster = copy.deepcopy(ray_service(values)["spec"]["rayClusterConfig"])
+        for group in cluster["workerGroupSpecs"]:
+            for key in ("replicas", "minReplicas", "maxReplicas"):
+                del group[key]
+        return cluster
+
+    more = {
+        "ingress": {"replicas": 2},
+        "target": {"groups": 3, "spareGroups": 1},
+        "draft": {"workers": 2},
+    }
+    for values in (DRAFTED, values_of("cpu-dev"), merged(DRAFTED, TENSOR_PARALLEL_OVER_PODS)):
+        assert without_numbers(merged(values, more)) == without_numbers(values)
+
+
 def test_without_pods_for_the_door_it_is_behind_kuberays_service() -> None:
     values: Values = {"ingress": {"enabled": False}, "service": {"type": "NodePort"}}
     assert of_kind(render(values), "Service") == []
@@ -862,6 +928,7 @@ def test_notes_of_an_upgrade_say_how_pods_become_more() -> None:
         merged(DRAFTED, many),
         values_of("cpu-dev"),
         merged(ROOM, scaling("target_groups", max_groups=2)),
+        merged(TENSOR_PARALLEL_OVER_PODS, SPARE),
     ):
         loaded = helm_python.Chart.load(CHART)
         notes = {
@@ -956,25 +1023,34 @@ def test_the_test_pod_runs_where_the_door_may() -> None:
     assert pod["spec"]["tolerations"] == values["ingress"]["tolerations"]
 
 
-def test_probes_of_the_door_are_kuberays_unless_given() -> None:
-    """Pods behind no Service are ready when Ray's node is: KubeRay would ask for a proxy, too."""
-    given = {"exec": {"command": ["true"]}}
-    groups = groups_of(ray_service(merged(EVERYTHING, {"tls": {"existingSecret": ""}})))
+def probes_of(values: Values) -> dict[str, Values]:
+    """Probes by pool."""
     probes = {}
-    for name, group in groups.items():
+    for name, group in groups_of(ray_service(values)).items():
         (container,) = group["template"]["spec"]["containers"]
         probes[name] = {key: probe for key, probe in container.items() if key.endswith("Probe")}
-    assert probes["ingress"] == {}
-    assert probes["draft"] == {"readinessProbe": given}
-    (command,) = [probe["exec"]["command"][-1] for probe in probes["target"].values()]
-    assert "local_raylet_healthz" in command
-    assert ":8000" not in command
-    (alone,) = [
-        group["template"]["spec"]["containers"][0]
-        for name, group in groups_of(ray_service({"ingress": {"enabled": False}})).items()
-        if name == "target"
-    ]
-    assert "readinessProbe" not in alone
+    return probes
+
+
+def test_probes_are_kuberays_unless_given() -> None:
+    """It has its own only where there are none."""
+    for values in (DRAFTED, merged(DRAFTED, SPARE), merged(DRAFTED, {"ingress": {"enabled": False}})):
+        assert not any(probes_of(values).values())
+    given = {"readinessProbe": {"exec": {"command": ["true"]}}}
+    values = merged(EVERYTHING, {"tls": {"existingSecret": ""}})
+    assert probes_of(values) == {"head": {}, "ingress": {}, "target": {}, "draft": given}
+
+
+def test_pods_with_ranks_alone_are_ready_without_a_proxy() -> None:
+    """KubeRay's probe asks for one: of a group's pods that of the coordinator has it."""
+    for values in (values_of("multi-host"), merged(DRAFTED, TENSOR_PARALLEL_OVER_PODS)):
+        probes = probes_of(values)
+        (command,) = [probe["exec"]["command"][-1] for probe in probes.pop("target").values()]
+        assert "local_raylet_healthz" in command
+        assert ":8000" not in command
+        assert not any(probes.values())
+    doorless = merged(TENSOR_PARALLEL_OVER_PODS, {"ingress": {"enabled": False}})
+    assert probes_of(doorless)["target"] == {}, "clients would be sent to where nobody answers"
 
 
 def test_dashboards_and_rules_are_taken_as_they_are(tmp_path: Path) -> None:
@@ -1065,6 +1141,23 @@ def test_releases_of_one_name_in_two_namespaces_are_two_jobs() -> None:
     assert found == {"staging/llm-drafthouse-metrics", "production/llm-drafthouse-metrics"}
 
 
+def test_releases_of_several_models_share_a_namespace() -> None:
+    """Each serves one: nothing of the one is the other's, and no selector of it finds the other's pods."""
+    values = merged(EVERYTHING, {"tls": {"existingSecret": ""}})
+    first, second = (render(values, name=name) for name in ("large", "small"))
+    names = [{(item["kind"], item["metadata"]["name"]) for item in both} for both in (first, second)]
+    assert names[0].isdisjoint(names[1])
+    (service,) = of_kind(second, "RayService")
+    labels = [group["template"]["metadata"]["labels"] for group in groups_of(service).values()]
+    labels += [item["metadata"]["labels"] for kind in ("Service", "Pod") for item in of_kind(second, kind)]
+    selectors = [item["spec"]["selector"] for item in of_kind(first, "Service")]
+    selectors += [item["spec"]["podSelector"]["matchLabels"] for item in of_kind(first, "NetworkPolicy")]
+    for kind in ("PodDisruptionBudget", "PodMonitor", "ServiceMonitor"):
+        selectors += [item["spec"]["selector"]["matchLabels"] for item in of_kind(first, kind)]
+    assert len(selectors) >= 5
+    assert not any(selector.items() <= found.items() for selector in selectors for found in labels)
+
+
 def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
     values = {"tls": {"existingSecret": "my-tls"}, "monitoring": {"serviceMonitor": {"enabled": True}}}
     manifests = render(values)
@@ -1077,7 +1170,7 @@ def test_tls_reaches_everything_that_speaks_with_the_door() -> None:
         (place,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "tls"]
         assert (options.ssl_certfile, options.ssl_keyfile) == (f"{place}/tls.crt", f"{place}/tls.key")
         probe = container.get("readinessProbe", {}).get("exec", {}).get("command", [""])[-1]
-        assert ("https://localhost:8000/-/healthz" in probe) == (name == "ingress")
+        assert ("https://localhost:8000/-/healthz" in probe) == (name != "head")
     (pod,) = of_kind(manifests, "Pod")
     assert pod["spec"]["containers"][0]["command"][-1].startswith("https://")
     (monitor,) = of_kind(manifests, "ServiceMonitor")
@@ -1128,24 +1221,44 @@ def test_the_command_in_the_notes_is_one(values: Values) -> None:
     assert ("DRAFTHOUSE_API_KEY" in variables) == ("Authorization: Bearer" in notes)
 
 
-SURGE: Values = {"config": {"cluster": {"updates": "surge"}}}
-SPARE: Values = {"autoscaling": {"enabled": True}, "target": {"groups": 1, "maxGroups": 2}}
-
-
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "updates", "told"),
     [
-        ({}, "an outage"),
-        ({"target": {"groups": 2}}, None),
-        (SURGE, "no pod for it"),
-        (SPARE, "an outage"),
-        (merged(SURGE, SPARE), None),
+        pytest.param({}, "auto", "an outage", id="one group"),
+        pytest.param({"target": {"groups": 2}}, "auto", None, id="two"),
+        pytest.param(SPARE, "surge", None, id="a spare one"),
+        pytest.param(merged(SPARE, updating("auto")), "surge", None, id="a spare one, auto"),
+        pytest.param(merged(SPARE, updating("in_place")), "in_place", "an outage", id="not for updates"),
+        pytest.param(updating("surge"), "surge", "no pod for it", id="nothing to spare"),
+        pytest.param(ROOM, "surge", None, id="what the autoscaler may add"),
+        pytest.param(ROOM | scaling("target_groups", max_groups=1), "surge", None, id="more than wanted"),
+        pytest.param(ROOM | scaling("target_groups", max_groups=2), "auto", "an outage", id="all wanted"),
+        pytest.param(ROOM | overriding("Coordinator", 1, 2), "auto", "an outage", id="all wanted of Serve"),
+        pytest.param(
+            merged(ROOM, SPARE) | scaling("target_groups", max_groups=2),
+            "surge",
+            None,
+            id="spare beside what is wanted",
+        ),
+        pytest.param(
+            {"target": {"groups": 2}, "serve": {"deployments": [{"name": "Coordinator", "num_replicas": 1}]}},
+            "surge",
+            None,
+            id="fewer than pods",
+        ),
     ],
 )
-def test_notes_say_what_an_update_costs(values: Values, told: str | None) -> None:
+def test_updates_start_the_next_group_first_where_there_are_pods_for_it(
+    values: Values, updates: str, told: str | None
+) -> None:
+    """The application sees only pods that are there: told `auto`, it replaces groups in place."""
+    arguments = parse_arguments(serve_config(values)["applications"][0]["args"])
+    assert arguments.config.cluster.updates == updates
+    assert not arguments.config.cluster.check_resources
     notes = render_texts(values)["NOTES.txt"]
     for warning in ("an outage", "no pod for it"):
         assert (warning in notes) == (warning == told)
+    assert ("target.spareGroups: 1 " in notes) == ((updates, told) == ("auto", "an outage")), "what helps"
 
 
 @pytest.mark.parametrize(

@@ -72,21 +72,24 @@ replicas a few seconds more (graceful_shutdown_timeout_s). Takes a dict: root, p
 {{- end -}}
 
 {{/*
-Fewest, usual and largest number of replicas of each group of workers, in the order of workerGroupSpecs, and the pods of each.
+Fewest, usual and largest number of replicas of each group of workers, in the order of workerGroupSpecs, the pods of each, and
+how many of them are not ready because nothing runs there.
 */}}
 {{- define "drafthouse.groupSizes" -}}
 {{- $values := .Values -}}
 {{- $nodes := int $values.target.nodesPerGroup -}}
 {{- $hosts := ternary $nodes 1 $values.target.multiHost -}}
 {{- $replicas := div $nodes $hosts -}}
+{{- $spare := mul $values.target.spareGroups $replicas -}}
 {{- if $values.ingress.enabled }}
 - {name: ingress, hosts: 1, min: {{ $values.ingress.replicas }}, replicas: {{ $values.ingress.replicas }}, max: {{ $values.ingress.replicas }}}
 {{- end }}
 - name: target
   hosts: {{ $hosts }}
-  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "target_groups" "bound" "min_groups" "number" $values.target.groups) | int | mul $replicas }}
-  replicas: {{ mul $values.target.groups $replicas }}
-  max: {{ mul (max (int $values.target.groups) (int $values.target.maxGroups)) $replicas }}
+  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "target_groups" "bound" "min_groups" "number" $values.target.groups) | int | mul $replicas | add $spare }}
+  replicas: {{ mul $values.target.groups $replicas | add $spare }}
+  max: {{ mul (max (int $values.target.groups) (int $values.target.maxGroups)) $replicas | add $spare }}
+  idle: {{ ternary 0 $spare (include "drafthouse.hasPodsOfRanks" . | empty | not) }}
 {{- if include "drafthouse.hasDraftPool" . }}
 - name: draft
   hosts: 1
@@ -141,6 +144,45 @@ kubectl -n {{ .Release.Namespace }} patch raycluster --type json -p '{{ toJson $
 {{/* Ranks of one copy of the target. */}}
 {{- define "drafthouse.targetRanks" -}}
 {{- mul (dig "target" "tensor_parallel_size" 1 .Values.config) (dig "target" "pipeline_parallel_size" 1 .Values.config) -}}
+{{- end -}}
+
+{{/*
+Non-empty where target pods have a readiness probe of the chart's. Of a group of several pods one has a proxy of Serve's, which
+KubeRay's probe asks for: the others would never be ready, and budgets would let nothing be evicted. Not where KubeRay's Service
+leads to all pods (ingress.enabled: false): those without a proxy have to be left out of it.
+*/}}
+{{- define "drafthouse.hasPodsOfRanks" -}}
+{{- if and .Values.ingress.enabled (gt (int .Values.target.nodesPerGroup) 1) -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Most target groups that Serve may be asked for. */}}
+{{- define "drafthouse.mostGroups" -}}
+{{- $most := dig "cluster" "target_groups" "autoscaling" "max_groups" .Values.target.groups .Values.config | int -}}
+{{- range .Values.serve.deployments -}}
+{{- if eq (toString .name) "Coordinator" -}}
+{{- $most = dig "autoscaling_config" "max_replicas" (dig "num_replicas" 0 . | int | default $most) . | int -}}
+{{- end -}}
+{{- end -}}
+{{- $most -}}
+{{- end -}}
+
+{{/*
+How a changed config replaces target groups. The application sees no pods that are yet to come (check_resources), so that
+`auto` would always be `in_place` to it: here it is `surge` where there are pods for one group more than Serve has.
+*/}}
+{{- define "drafthouse.updates" -}}
+{{- $updates := dig "cluster" "updates" "auto" .Values.config -}}
+{{- if eq $updates "auto" -}}
+{{- $updates = ternary "surge" "in_place" (include "drafthouse.hasRoomForUpdates" . | empty | not) -}}
+{{- end -}}
+{{- $updates -}}
+{{- end -}}
+
+{{/* Non-empty where there are, or with the autoscaler may be, pods for one target group more than Serve has. */}}
+{{- define "drafthouse.hasRoomForUpdates" -}}
+{{- $target := .Values.target -}}
+{{- $pods := add (max (int $target.groups) (int $target.maxGroups)) $target.spareGroups -}}
+{{- if gt (int $pods) (include "drafthouse.mostGroups" . | int) -}}yes{{- end -}}
 {{- end -}}
 
 {{/*
@@ -213,7 +255,7 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- fail (printf "target.maxGroups: %d is less than target.groups, %d" (int $target.maxGroups) (int $target.groups)) -}}
 {{- end -}}
 {{- if and $target.maxGroups (not $values.autoscaling.enabled) -}}
-{{- fail "target.maxGroups: needs autoscaling.enabled" -}}
+{{- fail "target.maxGroups: needs autoscaling.enabled; pods beside those of target.groups without it: target.spareGroups" -}}
 {{- end -}}
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $draft := $values.draft -}}

@@ -96,8 +96,7 @@ spec:
       {{- end }}
       {{- if $pool.probes.readiness }}
       readinessProbe: {{- toYaml $pool.probes.readiness | nindent 8 }}
-      {{- else if and $values.ingress.enabled (has .component (list "target" "draft")) }}
-      {{- /* KubeRay's own asks Serve's proxy, too: there is none on most pods of a group of several, and clients do not come here. */}}
+      {{- else if and (eq .component "target") (include "drafthouse.hasPodsOfRanks" $root) }}
       readinessProbe:
         exec:
           command: [bash, -c, "wget --tries 1 -T 2 -q -O- http://localhost:52365/api/local_raylet_healthz | grep success"]

@@ -15,6 +15,9 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- $targetBundle := dict "num_cpus" (include "drafthouse.cpusEach" (dict "cpus" (mul $target.cpu $nodes) "ranks" $ranks) | float64) "num_gpus" (ternary 1 0 (gt (int $target.gpu) 0)) "labels" (dict "pool" "target") -}}
 {{- $cluster := dict "check_resources" false "channels" (dict "bind" "node")
     "target_groups" (dict "num_groups" $target.groups "bundle" $targetBundle "strategy" $strategy) -}}
+{{- if eq (include "drafthouse.updates" .) "surge" -}}
+{{- $_ := set $cluster "updates" "surge" -}}
+{{- end -}}
 {{- if gt $nodes $stages -}}
 {{- /* A stage is larger than a pod. The application would else ask Ray for one node with all of its ranks. */ -}}
 {{- $_ := set $cluster.target_groups "tensor_parallel_across_nodes" true -}}
