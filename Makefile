@@ -35,7 +35,7 @@ test: install  ## unit tests and pairwise matrices (ARGS="-k name" passes option
 test-all: install  ## everything, the long matrices too; GPU tests run where there is a GPU
 	@exec $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-gpu: install  ## tests and quick benchmarks on a GPU, about five minutes (ARGS="folder" for raw results)
+gpu: install  ## tests and quick benchmarks on a GPU (ARGS="folder" for raw results)
 	@exec scripts/gpu $(ARGS)
 
 check: lint types imports  ## all that reads the code without running it

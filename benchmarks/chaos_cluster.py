@@ -134,7 +134,7 @@ class ChaosCluster:
             self._add_target_node()
         self._draft_node = self._nodes.add({"draft_slot": self.shape.num_draft_workers})
         ray.init(address=self._nodes.address, log_to_driver=False)
-        deployment = Deployment(self.config, ())
+        deployment = Deployment(self.config)
         deployment.start()
         for _ in deployment.wait_ready():
             pass

@@ -38,7 +38,7 @@ class ClusterPath:
                 "http": {"port": _free_port()},
             }
         )
-        self._deployment = Deployment(self._config, ())
+        self._deployment = Deployment(self._config)
         self._deployment.start()
         self._wait_healthy()
         wait_compiled(self._deployment.url, _COMPILE_TIMEOUT_S)

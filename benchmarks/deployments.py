@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,17 +42,37 @@ class Setting:
 
     num_draft_tokens: int
     mode: OverlapMode = "lockstep"
+    num_branches: int = 0
+    """In draft_ahead: for how many verdicts of a request something is prepared."""
 
     @property
     def name(self) -> str:
         """As results name it."""
         if self.num_draft_tokens == 0:
             return "plain"
-        return f"{self.mode}, k = {self.num_draft_tokens}"
+        branches = f", {self.num_branches} ahead" if self.num_branches else ""
+        return f"{self.mode}, k = {self.num_draft_tokens}{branches}"
 
     def controller(self) -> FixedController:
         """Return one that does this."""
+        if self.num_branches:
+            return _BranchingController(self.num_draft_tokens, self.mode, self.num_branches)
         return FixedController(self.num_draft_tokens, self.mode)
+
+
+class _BranchingController(FixedController):
+    """Prepares for fewer verdicts than the engine would allow."""
+
+    def __init__(self, num_draft_tokens: int, mode: OverlapMode, num_branches: int) -> None:
+        super().__init__(num_draft_tokens, mode)
+        self._num_branches = num_branches
+
+    def fan_out(
+        self, request: Schedulable, num_pending: int, max_branches: int, *, is_foreign: bool = False
+    ) -> tuple[int, ...]:
+        """Share out its own number."""
+        most = min(max_branches, self._num_branches)
+        return super().fan_out(request, num_pending, most, is_foreign=is_foreign)
 
 
 class ExchangedController:
@@ -209,20 +230,23 @@ def start_colocated(target: Path, draft: Path, scale: Scale, num_threads: int) -
     )
 
 
-def start_apart(target: Path, draft: Path, scale: Scale, overlapped: int) -> Apart:
-    """Start both groups, and measure what rounds cost. Overlapping settings draft `overlapped` tokens."""
+def start_apart(target: Path, draft: Path, scale: Scale) -> Apart:
+    """Start both groups, and measure what rounds cost."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     config = _config(target, draft, scale, 1)
     exchanged = ExchangedController()
     groups = TwoGroups(config, target_cores=cores[:1], draft_cores=cores[1:], controller=exchanged)
-    modes: tuple[OverlapMode, ...] = ("ping_pong", "draft_ahead")
     return Apart(
         groups=groups,
         exchanged=exchanged,
         profile=cost_profile_of(config, groups.target, groups.proposer),
         settings=[
             *(Setting(num_draft_tokens=k) for k in (0, *scale.lengths)),
-            *(Setting(num_draft_tokens=overlapped, mode=mode) for mode in modes),
+            *(Setting(num_draft_tokens=k, mode="ping_pong") for k in scale.lengths[1:]),
+            *(
+                Setting(num_draft_tokens=k, mode="draft_ahead", num_branches=branches)
+                for k, branches in itertools.product(scale.lengths[1:3], (1, 4))
+            ),
         ],
         config=config,
     )

@@ -69,7 +69,7 @@ CLAIMS: tuple[Claim, ...] = (
         differs="the window is fourteen more rows in each pass, which cores compute one after the other",
     ),
     Claim(
-        families=("self_streaming", "self_snapkv"),
+        families=("self_streaming", "self_snapkv", "self_tree"),
         paper="MagicDec, Chen et al.",
         link=f"{ARXIV}2408.11049",
         says="up to 2.51x (Llama 3.1 8B), batches of 32 to 256, long contexts",
@@ -83,7 +83,7 @@ CLAIMS: tuple[Claim, ...] = (
         differs="four of eight layers draft: half of the cost of a pass for each token",
     ),
     Claim(
-        families=("quantized",),
+        families=("quantized", "quantized_tree"),
         paper="QSpec, Zhao et al.",
         link=f"{ARXIV}2410.11305",
         says="up to 1.64x, against a target with quantized weights",
@@ -104,7 +104,7 @@ CLAIMS: tuple[Claim, ...] = (
         differs="two heads instead of four, trained for minutes",
     ),
     Claim(
-        families=("parallel_heads",),
+        families=("parallel_heads", "parallel_heads_tree"),
         paper="Gloeckle et al.",
         link=f"{ARXIV}2404.19737",
         says="up to 3x (trained from the start with four heads)",
@@ -132,7 +132,7 @@ CLAIMS: tuple[Claim, ...] = (
         differs="its gain comes with more data than EAGLE's; here it has less, and half of the vocabulary",
     ),
     Claim(
-        families=("mtp",),
+        families=("mtp", "mtp_tree"),
         paper="DeepSeek-V3",
         link=f"{ARXIV}2412.19437",
         says="1.8x tokens per second; the second token stands in 85 to 90 % of cases",
@@ -146,6 +146,6 @@ CLAIMS: tuple[Claim, ...] = (
         differs="the target's own module trained further for minutes; the whole vocabulary",
     ),
 )
-"""In the order of FAMILIES. `lookup_first` is a combination, and of no paper."""
+"""In the order of FAMILIES. Combinations (`lookup_first`, `lookup_first_eagle`) are of no paper."""
 ORDER = ("medusa", "hydra", "eagle", "eagle3")
 """As published, from slow to fast."""

@@ -18,6 +18,8 @@ PLAIN = "none"
 _DYNAMIC = {"shape": "dynamic", "top_k": 4, "depth": 5}
 _TWO_DEEP = {"shape": "static", "widths": [4, 2]}
 """Of as many depths as the demo target's heads have."""
+_NARROW = {"shape": "static", "widths": [2, 1]}
+"""For drafters of which each depth costs much of a step of the target."""
 _BUDGET = {"budget": 64, "floor": 64}
 
 
@@ -43,8 +45,15 @@ class Family:
     needs: Needs = "nothing"
     heads: str | None = None
     """Folder of its heads; None: of its name."""
+    chain: str | None = None
+    """Of trees: the family whose chains the same drafter drafts."""
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Of `speculative_config`, what is its own."""
+
+    @property
+    def method(self) -> str:
+        """Of the engine."""
+        return str(self.settings.get("method", self.name))
 
     def folder(self, places: Places) -> Path | None:
         """Return where its weights have to be, if it has any."""
@@ -59,7 +68,7 @@ class Family:
 
     def config(self, places: Places) -> dict[str, Any]:
         """Return its `speculative_config`."""
-        config = {"method": self.name, "num_speculative_tokens": max(self.lengths), **self.settings}
+        config = {"method": self.method, "num_speculative_tokens": max(self.lengths), **self.settings}
         folder = self.folder(places)
         if folder is not None:
             config["model"] = str(folder)
@@ -76,12 +85,14 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="suffix", lengths=(4, 8, 16), settings={"suffix": {"max_shared_tokens": 0}}),
     Family(
         name="suffix_tree",
+        chain="suffix",
         lengths=(4, 8, 16),
         settings={"method": "suffix", "suffix": {"max_shared_tokens": 0, "shape": "tree"}},
     ),
     Family(name="retrieval", lengths=(2, 4, 8), needs="corpus"),
     Family(
         name="retrieval_tree",
+        chain="retrieval",
         lengths=(4, 8, 16),
         needs="corpus",
         settings={"method": "retrieval", "retrieval": {"shape": "tree"}},
@@ -90,12 +101,14 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="draft_model", lengths=(1, 2, 4, 6), needs="draft"),
     Family(
         name="draft_model_static",
+        chain="draft_model",
         lengths=(4, 12),
         needs="draft",
         settings={"method": "draft_model", "tree": {"shape": "static", "widths": [3, 1, 1, 1]}},
     ),
     Family(
         name="draft_model_dynamic",
+        chain="draft_model",
         lengths=(4, 8, 16),
         needs="draft",
         settings={"method": "draft_model", "tree": _DYNAMIC},
@@ -116,16 +129,30 @@ FAMILIES: tuple[Family, ...] = (
         lengths=(1, 2, 4),
         settings={"method": "self", "kv": {"policy": "snapkv", **_BUDGET}},
     ),
+    Family(
+        name="self_tree",
+        chain="self_streaming",
+        lengths=(4,),
+        settings={"method": "self", "kv": {"policy": "streaming", **_BUDGET}, "tree": _NARROW},
+    ),
     Family(name="layerskip", lengths=(1, 2, 4), settings={"exit_layer": 4}),
     Family(
         name="layerskip_tree",
+        chain="layerskip",
         lengths=(4,),
-        settings={"method": "layerskip", "exit_layer": 4, "tree": {"shape": "static", "widths": [2, 1]}},
+        settings={"method": "layerskip", "exit_layer": 4, "tree": _NARROW},
     ),
     Family(name="quantized", lengths=(1, 2, 4), settings={"quantization": "int4"}),
+    Family(
+        name="quantized_tree",
+        chain="quantized",
+        lengths=(4,),
+        settings={"method": "quantized", "quantization": "int4", "tree": _NARROW},
+    ),
     Family(name="medusa", lengths=(1, 2), needs="heads"),
     Family(
         name="medusa_tree",
+        chain="medusa",
         lengths=(4, 12),
         needs="heads",
         heads="medusa",
@@ -134,6 +161,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(name="hydra", lengths=(1, 2), needs="heads"),
     Family(
         name="hydra_tree",
+        chain="hydra",
         lengths=(4, 12),
         needs="heads",
         heads="hydra",
@@ -141,23 +169,46 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(name="hydra_plus", lengths=(1, 2), needs="heads", settings={"method": "hydra"}),
     Family(name="parallel_heads", lengths=(1, 2), needs="heads"),
+    Family(
+        name="parallel_heads_tree",
+        chain="parallel_heads",
+        lengths=(4, 12),
+        needs="heads",
+        heads="parallel_heads",
+        settings={"method": "parallel_heads", "tree": _TWO_DEEP},
+    ),
     Family(name="eagle", lengths=(1, 2, 4), needs="heads"),
     Family(
         name="eagle_tree",
+        chain="eagle",
         lengths=(4, 8, 16),
         needs="heads",
         heads="eagle",
         settings={"method": "eagle", "tree": _DYNAMIC},
     ),
+    Family(
+        name="lookup_first_eagle",
+        lengths=(1, 2, 4),
+        needs="heads",
+        heads="eagle",
+        settings={"method": "eagle", "lookup_first": 8, "suffix": {"max_shared_tokens": 0}},
+    ),
     Family(name="eagle3", lengths=(1, 2, 4), needs="heads"),
     Family(
         name="eagle3_tree",
+        chain="eagle3",
         lengths=(4, 8, 16),
         needs="heads",
         heads="eagle3",
         settings={"method": "eagle3", "tree": _DYNAMIC},
     ),
     Family(name="mtp", lengths=(1, 2, 4)),
+    Family(
+        name="mtp_tree",
+        chain="mtp",
+        lengths=(4, 8, 16),
+        settings={"method": "mtp", "tree": _DYNAMIC},
+    ),
     Family(name="mtp_reused", lengths=(1, 2, 4), needs="heads", heads="mtp", settings={"method": "mtp"}),
 )
 """In the order of tables. `mtp` drafts with the target's own module, which was trained for one token ahead;

@@ -6,6 +6,7 @@
     python -m benchmarks.drafters --family eagle3 --family medusa                     # some of them
     python -m benchmarks.drafters --quick                                             # some minutes
     python -m benchmarks.drafters --costs                                             # drafting alone
+    python -m benchmarks.drafters --device cuda --json FILE                           # a table of a GPU
 
 The target is the demo target in bf16, as it is and made as costly as 100 million parameters
 (`benchmarks.inflate`: the same function, so that drafts stand as often). A cell is a target, a family, a
@@ -30,9 +31,9 @@ below `possible_if_free`. So the share is what planning, sampling, committing an
 speedup. It may exceed 1: plain rounds pay for sampling and planning for each token. The worst of all,
 `worst_share_of_possible`, is of those cells whose bounds tell the goal, 0.85, from 1; the others are named.
 
-`memory_bytes` is what is there beside the target and its K/V: weights, packed ones included, and K/V and
-hidden states for as many tokens as the target has room for. Families whose heads were not trained yet
-(`scripts/train_demo_heads.py`) are left out and named.
+`memory_bytes` is what is there beside the target and its K/V, on the device that it is on: weights, packed
+ones included, and K/V and hidden states for as many tokens as the target has room for. Families whose heads
+were not trained yet (`scripts/train_demo_heads.py`) are left out and named.
 """
 
 from __future__ import annotations
@@ -69,30 +70,64 @@ from benchmarks.measured_engine import MeasuredEngine
 from benchmarks.report import progress_bar, report_headlines, to_plain, write_results
 from benchmarks.steady import SPARE_TOKENS
 from benchmarks.tensor_memory import live_tensor_bytes
+from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
+from specdec.model.devices import device_name, resolve_device
 from training.corpus import load_corpus
 
 _COST_BATCHES = (2, 8)
 """Of `--costs`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What engines run on."""
+
+    num_threads: int
+    device: str = "cpu"
+    """`cpu` or `cuda`."""
+
+    @classmethod
+    def here(cls, device: str) -> Machine:
+        """Return this one, with all of its cores.
+
+        Raises:
+            ResourceError: `device` (`auto`: a GPU where there is one) cannot be used.
+        """
+        return cls(num_threads=len(os.sched_getaffinity(0)), device=resolve_device(device).type)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What parts of a run have in common beside the plan; of a CPU nothing, as in files of before."""
+        return {} if self.device == "cpu" else {"device": self.device}
+
+    @property
+    def gpu(self) -> str | None:
+        """The name of what models run on; None: a CPU."""
+        return None if self.device == "cpu" else device_name(torch.device(self.device))
+
+
 def engine_config(
-    plan: Plan, target: Path, speculative_config: Mapping[str, Any], num_threads: int
+    plan: Plan, target: Path, speculative_config: Mapping[str, Any], machine: Machine
 ) -> EngineConfig:
     """Return the configuration of an engine: all have caches of the same number of blocks."""
     cache = {"block_size": BLOCK_SIZE, "num_blocks": plan.num_blocks}
+    # Everything else that drafts is where the target is, and refuses to be told.
+    own_device = {"device": machine.device} if speculative_config["method"] == "draft_model" else {}
     return EngineConfig.model_validate(
         {
             "target": {
                 "model": str(target),
                 "dtype": "bfloat16",
+                "device": machine.device,
                 "max_model_len": plan.longest,
-                "num_threads": num_threads,
+                "num_threads": machine.num_threads,
             },
             "speculative_config": {
                 "controller": "fixed",
-                "num_threads": num_threads,
+                "num_threads": machine.num_threads,
                 "cache": cache,
+                **own_device,
                 **speculative_config,
             },
             "cache": cache,
@@ -102,12 +137,13 @@ def engine_config(
 
 
 class Held:
-    """An engine, and how much memory came with it."""
+    """An engine, and how much memory of its device came with it."""
 
     def __init__(self, config: EngineConfig) -> None:
         before = live_tensor_bytes()
         self.engine = MeasuredEngine(config)
-        self.num_bytes = live_tensor_bytes() - before
+        device = self.engine.target.runner.loaded.device.type
+        self.num_bytes = live_tensor_bytes()[device] - before[device]
 
     def close(self) -> None:
         """Free it."""
@@ -144,12 +180,12 @@ def _places(plan: Plan, models: Path, heads: Path) -> Iterator[tuple[dict[str, P
         )
 
 
-def _prompts(plan: Plan, models: Path, num_threads: int, kept: KeptCells) -> Prompts:
+def _prompts(plan: Plan, models: Path, machine: Machine, kept: KeptCells) -> Prompts:
     """Return what is decoded; chosen once for all parts of a run."""
     key = {"prompts": plan.num_prompts}
     if not kept.is_kept(key):
         roomy = dataclasses.replace(plan, batches=(AT_ONCE,))
-        config = engine_config(roomy, models / "target", {"method": PLAIN}, num_threads)
+        config = engine_config(roomy, models / "target", {"method": PLAIN}, machine)
         with contextlib.closing(MeasuredEngine(config)) as plain:
             chosen = choose_prompts(
                 plain.engine, models / "target", plan.num_prompts, plan.text_tokens + SPARE_TOKENS
@@ -167,7 +203,7 @@ class Comparison:
     plan: Plan
     places: Places
     prompts: Prompts
-    num_threads: int
+    machine: Machine
     kept: KeptCells
     progress: Progress
     end_s: float
@@ -189,6 +225,7 @@ class Comparison:
             facts = {
                 "memory_bytes": own.num_bytes - plain.num_bytes,
                 "training": training_of(family, self.places),
+                "gpu": self.machine.gpu,
             }
             bench = Bench(self.plan, family, plain.engine, own.engine, self.prompts)
             for cell in cells:
@@ -202,7 +239,7 @@ class Comparison:
         self.progress.remove_task(task)
 
     def _open(self, path: Path, speculative_config: Mapping[str, Any]) -> Held:
-        return Held(engine_config(self.plan, path, speculative_config, self.num_threads))
+        return Held(engine_config(self.plan, path, speculative_config, self.machine))
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self.end_s
@@ -215,22 +252,22 @@ def measure(
     heads: Path,
     progress: Progress,
     kept: KeptCells,
+    machine: Machine,
     end_s: float = math.inf,
 ) -> None:
     """Measure all cells of these families that are not kept, or those that there is time for."""
     left = [cell for cell in plan.cells(families) if not kept.is_kept(cell)]
     if not left or time.monotonic() >= end_s:
         return
-    num_threads = len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
-    prompts = _prompts(plan, models, num_threads, kept)
+    torch.set_num_threads(machine.num_threads)
+    prompts = _prompts(plan, models, machine, kept)
     by_name = {family.name: family for family in families}
     with _places(plan, models, heads) as (targets, places):
         comparison = Comparison(
             plan=plan,
             places=places,
             prompts=prompts,
-            num_threads=num_threads,
+            machine=machine,
             kept=kept,
             progress=progress,
             end_s=end_s,
@@ -261,6 +298,7 @@ def main(
     costs: Annotated[
         bool, typer.Option(help="Only what drafting with heads costs; those not trained are random.")
     ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto: a GPU where there is one.")] = "auto",
 ) -> None:
     """Measure all families of drafters on one target.
 
@@ -276,9 +314,10 @@ def main(
         asked = families_of(tuple(family or ()))
     except ValueError as error:
         raise typer.BadParameter(f"--family: {error}") from error
+    machine = _machine(device, is_for_costs=costs)
     places = Places(draft=models / "draft", heads=heads, corpus=Path(), index=Path())
     if costs:
-        _report_costs(plan, [one for one in asked if _has_weights(one)], models, places, json)
+        _report_costs(plan, [one for one in asked if _has_weights(one)], models, places, machine, json)
         return
     there = [one for one in FAMILIES if one.is_there(places)]
     missing = [one.name for one in FAMILIES if one not in there]
@@ -287,9 +326,9 @@ def main(
         raise typer.BadParameter(
             f"--family {wanted[0]}: its heads are not in {heads}: scripts/train_demo_heads.py makes them"
         )
-    kept = KeptCells(json, to_plain(plan), resume=resume)
+    kept = KeptCells(json, to_plain(plan) | machine.settings, resume=resume)
     with progress_bar() as progress:
-        measure(plan, [one for one in asked if one in there], models, heads, progress, kept, end_s)
+        measure(plan, [one for one in asked if one in there], models, heads, progress, kept, machine, end_s)
     planned = plan.cells(there)
     cells = [kept.result(cell) for cell in planned if kept.is_kept(cell)]
     rest = rest_of(
@@ -324,26 +363,47 @@ def main(
     report_headlines(headlines)
 
 
+def _machine(device: str, *, is_for_costs: bool) -> Machine:
+    """Return what is asked for.
+
+    Raises:
+        typer.BadParameter: it cannot be used, or not for this.
+    """
+    try:
+        machine = Machine.here(device)
+    except ResourceError as error:
+        raise typer.BadParameter(f"--device: {error}") from error
+    if is_for_costs and machine.device != "cpu":
+        raise typer.BadParameter("--costs compares native calls, which CPUs have: write --device cpu")
+    return machine
+
+
 def _report_costs(
-    plan: Plan, families: Sequence[Family], models: Path, places: Places, json: Path | None
+    plan: Plan,
+    families: Sequence[Family],
+    models: Path,
+    places: Places,
+    machine: Machine,
+    json: Path | None,
 ) -> None:
     """Measure and show what drafting costs on the demo target."""
-    num_threads = len(os.sched_getaffinity(0))
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(machine.num_threads)
     target = models / "target"
     measured: list[DraftCost] = []
     with all_heads(families, target, places) as made, progress_bar() as progress:
         for family in progress.track(families):
-            config_of = partial(engine_config, plan, target, num_threads=num_threads)
+            config_of = partial(engine_config, plan, target, machine=machine)
             measured += costs_of(family, made, _COST_BATCHES, config_of)
     headlines = cost_headlines(measured)
-    write_results(json, {"costs": measured, "threads": num_threads, "headlines": headlines})
+    write_results(json, {"costs": measured, "threads": machine.num_threads, "headlines": headlines})
     Console(highlight=False, width=120).print(cost_table(measured))
     report_headlines(headlines)
 
 
 def _has_weights(family: Family) -> bool:
-    return family.needs == "heads" or family.name == "mtp"
+    """Whether every draft of it reads weights beside the target's, which is what costs are of."""
+    is_asked_first = "lookup_first" not in family.settings
+    return is_asked_first and (family.needs == "heads" or family.method == "mtp")
 
 
 if __name__ == "__main__":

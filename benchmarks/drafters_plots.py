@@ -1,7 +1,7 @@
 """Pictures and tables of what every family of drafters brings, from the raw results.
 
     python -m benchmarks.drafters_plots benchmarks/results/drafters.json docs/images \
-        --page docs/drafters/comparison.md
+        --page docs/drafters/comparison.md --trees docs/drafters/trees.md
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.drafter_families import PLAIN
-from benchmarks.drafters_tables import Cell, costliest, measured, published
+from benchmarks.drafters_tables import Cell, costliest, measured, published, trees
 from benchmarks.figures import new_figure, prepare_figures, save_figure
 from benchmarks.pages import put_into
 from specdec.core.errors import UserError
@@ -24,6 +24,8 @@ from specdec.core.errors import UserError
 SCRIPT = "benchmarks/drafters_plots.py"
 NOTHING = "Nothing has been measured yet."
 PICTURE = "drafters.svg"
+TREES = "trees"
+"""The part of the page about trees."""
 _MOST_NAMED = 3
 """Cells of a kind of processor, in one place, that are named one by one."""
 
@@ -127,8 +129,11 @@ def main(
     results: Annotated[Path, typer.Argument(help="What benchmarks.drafters has written.")],
     folder: Annotated[Path, typer.Argument(help="Where to put the picture.")],
     page: Annotated[Path | None, typer.Option(help="Page whose tables are written anew.")] = None,
+    trees_page: Annotated[
+        Path | None, typer.Option("--trees", help="Page that has trees beside chains.")
+    ] = None,
 ) -> None:
-    """Draw drafters.svg, and write the tables into a page.
+    """Draw drafters.svg, and write the tables into pages.
 
     Example: python -m benchmarks.drafters_plots benchmarks/results/drafters.json docs/images
     """
@@ -139,6 +144,8 @@ def main(
         if page is not None:
             picture = Path(os.path.relpath(folder / PICTURE, page.parent)).as_posix()
             page.write_text(page_of(page.read_text(), read, picture))
+        if trees_page is not None:
+            trees_page.write_text(put_into(trees_page.read_text(), TREES, SCRIPT, trees(read["cells"])))
     except UserError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}")
         raise typer.Exit(2) from error

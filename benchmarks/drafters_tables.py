@@ -1,18 +1,20 @@
-"""What `benchmarks.drafters` has written, as the tables of docs/drafters/comparison.md."""
+"""What `benchmarks.drafters` has written, as tables of docs/drafters (comparison.md and trees.md)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.drafter_claims import CLAIMS, ORDER
-from benchmarks.drafter_families import PLAIN
+from benchmarks.drafter_families import FAMILIES, PLAIN
 from benchmarks.drafters_summary import GOAL, WIDEST, is_sure
 
 Cell = Mapping[str, Any]
 _MOST_POSITIONS = 4
+_NOT_MEASURED = "not measured"
 
 
 def measured(results: Mapping[str, Any], picture: str) -> str:
@@ -32,13 +34,47 @@ def measured(results: Mapping[str, Any], picture: str) -> str:
         lines += ["", "Below the aim:", "", *(f"- {line}" for line in results["short"])]
     if results.get("shortened"):
         lines += ["", f"Cut short, because of the time that a cell may take: {results['shortened']}."]
-    missing = results.get("missing") or ()
-    if missing:
-        lines += ["", f"Not measured, for want of trained heads: {', '.join(missing)}."]
-    num_left = (results.get("rest") or {}).get("num_cells", 0)
-    if num_left:
-        lines += ["", f"The run is not at its end: {num_left} cells are left."]
+    left = _left(results)
+    if left:
+        lines += ["", "### Cells that were not measured", "", *left]
     return "\n".join(lines)
+
+
+def _left(results: Mapping[str, Any]) -> list[str]:
+    """Name the cells of the plan that are not there; those of a place together, of any temperature."""
+    plan, cells = results["plan"], results["cells"]
+    names, temperatures = _names(cells), plan["temperatures"]
+    places = list(itertools.product(plan["batches"], plan["targets"]))
+    num_planned = len(places) * len(names) * len(temperatures)
+    if num_planned == len(cells):
+        return []
+    said = f"{num_planned - len(cells)} of the {num_planned} that are planned."
+    if results.get("missing"):
+        said += f" For want of trained heads: {_listed(results['missing'])}."
+    lines = [said, ""]
+    there = Counter((one["cell"]["batch"], one["cell"]["target"], one["cell"]["family"]) for one in cells)
+    for batch, target in places:
+        left = [name for name in names if there[batch, target, name] < len(temperatures)]
+        if left:
+            lines.append(f"- {target}, batch {batch}: {_some_of(left, names)}")
+    return lines
+
+
+def _some_of(some: Sequence[str], names: Sequence[str]) -> str:
+    """Name some of all families, or which they are not, if these are fewer."""
+    others = [name for name in names if name not in some]
+    if len(some) <= len(others):
+        return _listed(some)
+    return f"all families but {_listed(others)}" if others else "all families"
+
+
+def _names(cells: Sequence[Cell]) -> list[str]:
+    """Return the names of all families, measured or not, in the order of tables."""
+    return list(dict.fromkeys((*(one.name for one in FAMILIES), *(one["cell"]["family"] for one in cells))))
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def published(cells: Sequence[Cell]) -> str:
@@ -50,14 +86,37 @@ def published(cells: Sequence[Cell]) -> str:
         best = max(own, key=lambda one: float(one["speedup"]["median"]), default=None)
         lines.append(
             _row(
-                ", ".join(f"`{name}`" for name in claim.families),
+                _listed(claim.families),
                 claim.source,
                 claim.says,
-                "-" if best is None else _speedup_by_class(best),
-                "-" if best is None else str(Costs.of(best)),
+                _NOT_MEASURED if best is None else _speedup_by_class(best),
+                _NOT_MEASURED if best is None else str(Costs.of(best)),
                 claim.differs,
             )
         )
+    return "\n".join(lines)
+
+
+def trees(cells: Sequence[Cell]) -> str:
+    """Return speedups of trees beside those of the same drafters' chains, in Markdown.
+
+    They are of the costliest target, one request at a time.
+    """
+    target = costliest(cells)
+    own = {
+        (one["cell"]["family"], one["cell"]["temperature"]): one
+        for one in cells
+        if (one["cell"]["target"], one["cell"]["batch"]) == (target, 1)
+    }
+    temperatures = sorted({temperature for _, temperature in own})
+    kinds = [f"{kind}, temperature {one:g}" for one in temperatures for kind in ("chains", "trees")]
+    lines = _head("trees", "chains", *kinds)
+    for family in FAMILIES:
+        if family.chain is not None:
+            names = (family.chain, family.name)
+            found = [own.get((name, temperature)) for temperature in temperatures for name in names]
+            speedups = [_NOT_MEASURED if one is None else _with_bounds(one["speedup"]) for one in found]
+            lines.append(_row(f"`{family.name}`", f"`{family.chain}`", *speedups))
     return "\n".join(lines)
 
 
@@ -98,9 +157,14 @@ def _where(cells: Sequence[Cell]) -> str:
     found = [one["measured"] for one in cells]
     days = sorted({one["date"][:10] for one in found})
     commits = list(dict.fromkeys(one["commit"][:12] for one in found))
-    machines = list(dict.fromkeys(f"{one['processor']}, {one['num_threads']} threads" for one in found))
+    machines = list(dict.fromkeys(map(_machine_of, cells)))
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return f"Measured {when} at commit {', '.join(commits)}, {'; '.join(machines)}, bf16."
+
+
+def _machine_of(cell: Cell) -> str:
+    where = cell["measured"]
+    return str(cell.get("gpu") or f"{where['processor']}, {where['num_threads']} threads")
 
 
 def costliest(cells: Sequence[Cell]) -> str:
@@ -129,7 +193,7 @@ def _speedup_by_class(cell: Cell) -> str:
 def _in_detail(cells: Sequence[Cell]) -> list[str]:
     alone = [one for one in cells if one["cell"]["batch"] == min(one["cell"]["batch"] for one in cells)]
     classes = list(alone[0]["classes"])
-    lines = _head(
+    head = (
         "family",
         "temperature",
         "k",
@@ -143,25 +207,29 @@ def _in_detail(cells: Sequence[Cell]) -> list[str]:
         "if drafts were free",
         "share",
     )
-    for one in alone:
-        ratio, share = one["speedup"], one["share_of_possible"]
-        lines.append(
-            _row(
-                one["cell"]["family"],
-                f"{one['cell']['temperature']:g}",
-                str(one["k"]),
-                f"{one['tokens_per_pass']:.2f}",
-                " / ".join(f"{value:.2f}" for value in one["reached"][:_MOST_POSITIONS]) or "-",
-                f"{Costs.of(one).verify:.2f}",
-                f"{one['draft_cost']:.2f}",
-                _with_bounds(ratio),
-                *(f"{one['classes'][name]['speedup']['median']:.2f}" for name in classes),
-                f"{one['possible']['median']:.2f}",
-                f"{one['possible_if_free']['median']:.2f}",
-                _with_bounds(share),
-            )
-        )
+    own = {(one["cell"]["family"], one["cell"]["temperature"]): one for one in alone}
+    temperatures = sorted({temperature for _, temperature in own})
+    lines = _head(*head)
+    for name, temperature in itertools.product(_names(alone), temperatures):
+        one = own.get((name, temperature))
+        fields = [_NOT_MEASURED, *("-" for _ in head[3:])] if one is None else _details(one, classes)
+        lines.append(_row(name, f"{temperature:g}", *fields))
     return lines
+
+
+def _details(cell: Cell, classes: Sequence[str]) -> list[str]:
+    return [
+        str(cell["k"]),
+        f"{cell['tokens_per_pass']:.2f}",
+        " / ".join(f"{value:.2f}" for value in cell["reached"][:_MOST_POSITIONS]) or "-",
+        f"{Costs.of(cell).verify:.2f}",
+        f"{cell['draft_cost']:.2f}",
+        _with_bounds(cell["speedup"]),
+        *(f"{cell['classes'][name]['speedup']['median']:.2f}" for name in classes),
+        f"{cell['possible']['median']:.2f}",
+        f"{cell['possible_if_free']['median']:.2f}",
+        _with_bounds(cell["share_of_possible"]),
+    ]
 
 
 def _with_bounds(ratio: Mapping[str, float]) -> str:
@@ -169,7 +237,7 @@ def _with_bounds(ratio: Mapping[str, float]) -> str:
 
 
 def _sureness(cells: Sequence[Cell]) -> list[str]:
-    """Say the worst share that is known well enough, and name the cells whose shares are not."""
+    """Say the worst share that is known well enough, what that leaves open, and name the cells that do."""
     drafting = [one for one in cells if one["cell"]["family"] != PLAIN]
     sure = [one for one in drafting if _is_sure(one)]
     unsure = unsure_of(cells)
@@ -182,8 +250,19 @@ def _sureness(cells: Sequence[Cell]) -> list[str]:
             f"{_with_bounds(worst['share_of_possible'])}: `{worst['cell']['family']}`, {_place(worst)}."
         )
     if unsure:
-        lines += [*([""] if lines else []), "Too uncertain to be read as a share:", ""]
-        lines += [f"- {line}" for line in unsure]
+        shares = [one["share_of_possible"] for one in drafting]
+        num_reached = sum(share["lower"] >= GOAL for share in shares)
+        num_missed = sum(share["upper"] < GOAL for share in shares)
+        num_all = len(drafting)
+        lines += [
+            *([""] if lines else []),
+            f"The other {num_all - len(sure)} are too uncertain to be read as a share, so that the aim is "
+            f"not shown to be reached everywhere. By the bounds {num_reached} of all {num_all} cells have "
+            f"{GOAL} of what is possible or more, and {num_missed} have less; of the other "
+            f"{num_all - num_reached - num_missed} neither is certain. Too uncertain are:",
+            "",
+            *(f"- {line}" for line in unsure),
+        ]
     return lines
 
 
@@ -210,7 +289,7 @@ def _by_batch(cells: Sequence[Cell]) -> list[str]:
     places = list(dict.fromkeys((one["cell"]["temperature"], one["cell"]["batch"]) for one in cells))
     places.sort()
     lines = _head("family", *(f"batch {batch}, temperature {warmth:g}" for warmth, batch in places))
-    for name in dict.fromkeys(one["cell"]["family"] for one in cells):
+    for name in _names(cells):
         own = {
             (one["cell"]["temperature"], one["cell"]["batch"]): one
             for one in cells
@@ -223,7 +302,7 @@ def _by_batch(cells: Sequence[Cell]) -> list[str]:
 def _short(cell: Cell | None) -> str:
     """Speedup, and in brackets tokens per second, tokens per pass and the share of what is possible."""
     if cell is None:
-        return "-"
+        return _NOT_MEASURED
     rates = [rate for one in cell["classes"].values() for rate in one["tokens_per_s"]["drafted"]]
     return (
         f"{cell['speedup']['median']:.2f} ({sum(rates) / len(rates):.0f}/s, "
@@ -234,20 +313,28 @@ def _short(cell: Cell | None) -> str:
 def _takes(cells: Sequence[Cell]) -> list[str]:
     """Memory by target, and what was trained."""
     targets = list(dict.fromkeys(one["cell"]["target"] for one in cells))
-    lines = _head("family", *(f"MB, {name}" for name in targets), "parameters", "tokens read", "minutes")
-    for family in dict.fromkeys(one["cell"]["family"] for one in cells if one["cell"]["family"] != PLAIN):
+    head = ("family", *(f"MB, {name}" for name in targets), "parameters", "tokens read", "minutes")
+    lines = _head(*head)
+    for family in (name for name in _names(cells) if name != PLAIN):
         own = {one["cell"]["target"]: one for one in cells if one["cell"]["family"] == family}
+        if not own:
+            lines.append(_row(family, *(_NOT_MEASURED for _ in head[1:])))
+            continue
         training = next(iter(own.values())).get("training") or {}
         lines.append(
             _row(
                 family,
-                *(f"{own[name]['memory_bytes'] / 1e6:.1f}" if name in own else "-" for name in targets),
+                *(_megabytes(own.get(name)) for name in targets),
                 _scaled(training.get("parameters"), 1e6, ".2f", " M"),
                 _scaled(training.get("trained_tokens"), 1e6, ".1f", " M"),
                 _scaled(training.get("elapsed_s"), 60, ".0f"),
             )
         )
     return lines
+
+
+def _megabytes(cell: Cell | None) -> str:
+    return _NOT_MEASURED if cell is None else f"{cell['memory_bytes'] / 1e6:.1f}"
 
 
 def _scaled(value: float | None, by: float, precision: str, unit: str = "") -> str:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -55,16 +54,24 @@ def inputs_of(runner: ModelRunner, step: Step) -> ForwardInputs:
 
 def forward_seconds(runner: ModelRunner, step: Step, repeats: int) -> float:
     """Seconds of the forward alone: inputs are laid out already, nothing is chosen."""
-    inputs = inputs_of(runner, step)
-    return _median_seconds(lambda: runner.forward_packed(inputs), repeats)
+    return _median_seconds(_forward_of(runner, step), repeats)
 
 
 def forwards_in_turn(forwards: Mapping[str, tuple[ModelRunner, Step]]) -> dict[str, float]:
     """Seconds of several forwards alone, measured so that it does not matter what ran before."""
-    laid_out = {name: (runner, inputs_of(runner, step)) for name, (runner, step) in forwards.items()}
-    return seconds_in_turn(
-        {name: partial(runner.forward_packed, inputs) for name, (runner, inputs) in laid_out.items()}
-    )
+    return seconds_in_turn({name: _forward_of(runner, step) for name, (runner, step) in forwards.items()})
+
+
+def _forward_of(runner: ModelRunner, step: Step) -> Callable[[], None]:
+    """Lay a step out; what is returned runs it to its end."""
+    inputs = inputs_of(runner, step)
+
+    def run() -> None:
+        logits = runner.forward_packed(inputs)
+        if logits.device.type == "cuda":  # it has only been told what to do
+            torch.cuda.synchronize(logits.device)
+
+    return run
 
 
 @torch.inference_mode()

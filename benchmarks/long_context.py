@@ -120,20 +120,25 @@ def _policies() -> tuple[str, ...]:
     return tuple(name for name in get_args(KvPolicyName) if name != "full")
 
 
+_BUDGETS: tuple[int | float, ...] = (64, 256, 0.05)
+
+
 def _others() -> tuple[Drafter, ...]:
-    """Every policy with several budgets, and everything as budget, where the target drafts for itself."""
-    budgets: tuple[int | float, ...] = (64, 256, 0.05)
+    """Every policy with several budgets, and everything as budget, where the target drafts for itself; and
+    the window of a draft model, which has no other policy.
+    """
     drafters = [
-        Drafter(method="self", policy=policy, budget=budget) for policy in _policies() for budget in budgets
+        *(Drafter(method="self", policy=one, budget=b) for one in _policies() for b in _BUDGETS),
+        *(Drafter(method="draft_model", policy="streaming", budget=b) for b in _BUDGETS),
     ]
-    return (*(one for one in drafters if one != MAIN), Drafter(method="self"))
+    return (*(one for one in drafters if one not in {MAIN, _STANDALONE}), Drafter(method="self"))
 
 
-def _edges(drafter: Drafter, heads: str, *, with_controller: bool = False) -> tuple[Cell, ...]:
+def _edges(drafter: Drafter, heads: str) -> tuple[Cell, ...]:
     """The longest contexts over batches, and the largest batch over contexts."""
     shapes = dict.fromkeys((*((batch, LONG) for batch in _BATCHES), *((_LARGE, one) for one in _CONTEXTS)))
     return tuple(
-        Cell(heads=heads, drafter=drafter, batch=batch, context=context, with_controller=with_controller)
+        Cell(heads=heads, drafter=drafter, batch=batch, context=context, with_controller=True)
         for batch, context in shapes
     )
 
@@ -145,14 +150,14 @@ FULL = Plan(
             for batch, context in itertools.product(_BATCHES, _CONTEXTS)
         ),
         Cell(heads="gqa", drafter=MAIN, batch=_LARGE, context=LONG, temperature=0.0),
-        *_edges(_STANDALONE, "gqa", with_controller=True),
+        *_edges(_STANDALONE, "gqa"),
         *(
-            Cell(heads="gqa", drafter=drafter, batch=_LARGE, context=context)
+            Cell(heads="gqa", drafter=drafter, batch=_LARGE, context=context, with_controller=True)
             for drafter in _others()
             for context in (1024, LONG)
         ),
-        *_edges(MAIN, "mha", with_controller=True),
-        Cell(heads="mha", drafter=_STANDALONE, batch=_LARGE, context=LONG),
+        *_edges(MAIN, "mha"),
+        Cell(heads="mha", drafter=_STANDALONE, batch=_LARGE, context=LONG, with_controller=True),
     ),
     lengths=(1, 2, 3, 4, 6),
     pairs=6,

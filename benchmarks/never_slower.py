@@ -56,7 +56,6 @@ from specdec.scheduling.speculation.controller import SpeculationController
 from specdec.scheduling.speculation.explanation import ControllerState
 
 _PLAIN = Setting(num_draft_tokens=0)
-_OVERLAPPED = 4
 _MOST_CONTROLLERS = 3
 _NUM_CORES = 2
 """As many in one process as in two groups of one each."""
@@ -376,7 +375,7 @@ def measure(
                 num_threads = len(os.sched_getaffinity(0))
                 deployment = start_colocated(target, draft, plan.scale, num_threads)
             else:
-                deployment = start_apart(target, draft, plan.scale, _OVERLAPPED)
+                deployment = start_apart(target, draft, plan.scale)
             progress.advance(starting)
             with contextlib.closing(deployment):
                 text = [token for one in texts for token in deployment.engine.tokenizer.encode(one)]

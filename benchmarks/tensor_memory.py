@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import NamedTuple
 
 import torch
+
+
+class _Storage(NamedTuple):
+    """What tensors share; two devices may have the same addresses."""
+
+    device: str
+    address: int
 
 
 class _Extent(NamedTuple):
@@ -15,22 +23,25 @@ class _Extent(NamedTuple):
     end: int
 
 
-def live_tensor_bytes() -> int:
-    """Return the bytes of all tensors on the host, what they share counted once.
+def live_tensor_bytes() -> Counter[str]:
+    """Return the bytes of all tensors by kind of device (`cpu`, `cuda`), what they share counted once.
 
     Packed weights are pieces off the front of large storages of bytes, of which the rest was never written:
-    there only the pieces count.
+    there only the pieces count. What recorded CUDA graphs keep for themselves is in no tensor.
     """
     gc.collect()
-    pieces: dict[int, set[_Extent]] = {}
-    to_the_end: dict[int, set[_Extent]] = {}
+    pieces: dict[_Storage, set[_Extent]] = {}
+    to_the_end: dict[_Storage, set[_Extent]] = {}
     for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu" and one.numel() > 0:
+        if issubclass(type(one), torch.Tensor) and one.device.type != "meta" and one.numel() > 0:
             extent, storage = _extent(one), one.untyped_storage()
             may_be_left = one.dtype == torch.uint8 and extent.end == storage.nbytes()
             kind = to_the_end if may_be_left else pieces
-            kind.setdefault(storage.data_ptr(), set()).add(extent)
-    return sum(_covered(extents) for extents in (to_the_end | pieces).values())
+            kind.setdefault(_Storage(one.device.type, storage.data_ptr()), set()).add(extent)
+    num_bytes: Counter[str] = Counter()
+    for place, extents in (to_the_end | pieces).items():
+        num_bytes[place.device] += _covered(extents)
+    return num_bytes
 
 
 def _extent(tensor: torch.Tensor) -> _Extent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.draft_counts import DraftCounts
@@ -9,6 +10,7 @@ from benchmarks.drafter_families import PLAIN
 from benchmarks.drafter_texts import CLASSES
 from benchmarks.drafters_plan import AS_IT_IS, INFLATED, Cell
 from benchmarks.drafters_summary import Runs, summarise
+from benchmarks.report import PairedRatio, Spread
 from benchmarks.steady import Counted
 from benchmarks.turns import Turns
 
@@ -88,3 +90,16 @@ def some_cells() -> list[dict[str, Any]]:
         a_cell("eagle", dict.fromkeys(CLASSES, 400.0), temperature=0.7),
         a_cell("eagle", dict.fromkeys(CLASSES, 900.0), target=AS_IT_IS, day=3),
     ]
+
+
+def as_measured(cell: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a cell that was read from a file as it was before it was written there."""
+    return {**_restored(cell), "cell": Cell(**cell["cell"])}
+
+
+def _restored(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if "values" in value:
+        return (PairedRatio if "lower" in value else Spread)(tuple(value["values"]))
+    return {name: _restored(one) for name, one in value.items()}

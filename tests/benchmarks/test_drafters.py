@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 from benchmarks import draft_costs, drafters, drafters_cell, steady
@@ -20,7 +21,7 @@ from benchmarks.deployments import ExchangedController, Setting
 from benchmarks.draft_costs import DraftCost, cost_headlines, cost_table
 from benchmarks.drafter_families import FAMILIES, PLAIN, Places, families_of
 from benchmarks.drafter_texts import CLASSES, mixed
-from benchmarks.drafters import engine_config, measure
+from benchmarks.drafters import Machine, engine_config, measure
 from benchmarks.drafters_cell import Bench
 from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, QUICK, Cell, Plan
 from benchmarks.drafters_summary import Round, headlines_of, is_sure, short_of, shortened_of, table_of
@@ -34,19 +35,41 @@ from specdec.engine.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.config import Method
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
-from tests.benchmarks.drafter_cells import a_cell, some_cells
+from tests.benchmarks.drafter_cells import a_cell, as_measured, some_cells
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, make_proposer
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "models" / "demo"
+RESULTS = ROOT / "benchmarks" / "results" / "drafters.json"
 PLACES = Places(draft=DEMO / "draft", heads=Path("heads"), corpus=Path("corpus.jsonl"), index=Path("index"))
+CPU = Machine(num_threads=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_family_can_be_configured(family: Any) -> None:
-    config = engine_config(FULL, DEMO / "target", family.config(PLACES), 1).speculative_config
+    config = engine_config(FULL, DEMO / "target", family.config(PLACES), CPU).speculative_config
     assert config.num_speculative_tokens == max(family.lengths)
     assert config.controller == "fixed"
     assert (config.model is not None) == (family.needs in ("draft", "heads"))
+
+
+def test_the_device_is_that_of_the_target_and_of_a_draft_model() -> None:
+    """What else drafts is where the target is."""
+    machine = Machine(num_threads=1, device="cuda")
+    for name, device in (("draft_model", "cuda"), ("eagle", "auto"), ("self_tree", "auto")):
+        (family,) = families_of((name,))
+        config = engine_config(FULL, DEMO / "target", family.config(PLACES), machine)
+        assert (config.target.device, config.speculative_config.device) == ("cuda", device)
+    assert Machine.here("cpu").settings == {}, "what was measured before is gone on with"
+    assert machine.settings == {"device": "cuda"}
+
+
+def test_a_device_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(typer.BadParameter, match="--device: device 'nowhere' cannot be used"):
+        drafters.main(device="nowhere")
+    monkeypatch.setattr(drafters, "resolve_device", lambda _: torch.device("cuda"))
+    with pytest.raises(typer.BadParameter, match="--costs compares native calls"):
+        drafters.main(costs=True)
 
 
 def test_every_method_of_the_engine_is_in_the_table() -> None:
@@ -87,7 +110,7 @@ def test_costs_of_heads_that_nobody_has_trained(monkeypatch: pytest.MonkeyPatch)
     families = families_of(("hydra_plus", "eagle3"))
     with draft_costs.all_heads(families, DEMO / "target", PLACES) as places:
         for family in families:
-            config_of = partial(engine_config, QUICK, DEMO / "target", num_threads=1)
+            config_of = partial(engine_config, QUICK, DEMO / "target", machine=CPU)
             (cost,) = draft_costs.costs_of(family, places, (1,), config_of)
             assert cost.weight_bytes > 4096 * 256 * 2, "of an LM head at least"
             assert min(cost.eager_s, cost.native_s, cost.floor_s) > 0.0
@@ -159,6 +182,15 @@ def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
     Console(file=None, quiet=True).print(table_of([]))
 
 
+def test_headlines_are_those_of_the_cells_that_are_committed() -> None:
+    """Whoever changes what they are of writes those of the file anew, from its cells."""
+    results = json.loads(RESULTS.read_text())
+    cells = [as_measured(cell) for cell in results["cells"]]
+    assert results["headlines"] == headlines_of(cells)
+    assert results["short"] == short_of(cells)
+    assert results["shortened"] == shortened_of(cells, results["plan"]["tokens_per_prompt"])
+
+
 def test_bounds_tell_the_goal_from_one_or_not() -> None:
     assert is_sure(0.85, 1.0)
     assert is_sure(0.75, 1.03)
@@ -176,16 +208,18 @@ def test_how_many_cells_were_cut_short_is_told() -> None:
 
 
 def test_tensors_are_counted_once() -> None:
-    before = live_tensor_bytes()
+    before = live_tensor_bytes()["cpu"]
     kept = torch.zeros(1000)
+    nowhere = torch.zeros(1000, device="meta")
     views = [kept[:10], kept.view(10, 100), kept[5:20]]
-    assert live_tensor_bytes() - before == 4000
-    del kept, views
+    assert live_tensor_bytes()["cpu"] - before == 4000
+    assert "meta" not in live_tensor_bytes(), "there is nothing of them"
+    del kept, views, nowhere
     arena = torch.zeros(1000, dtype=torch.uint8)
     taken, arena = arena[:100], arena[128:]
-    assert live_tensor_bytes() - before == 100, "what is left of an arena was never written"
+    assert live_tensor_bytes()["cpu"] - before == 100, "what is left of an arena was never written"
     del taken, arena
-    assert live_tensor_bytes() == before
+    assert live_tensor_bytes()["cpu"] == before
 
 
 def test_drafts_are_counted_while_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +387,7 @@ def test_a_cell_of_every_family_runs(tmp_path: Path) -> None:
     kept = KeptCells(tmp_path / "results.json", to_plain(TINY), resume=False)
     try:
         with progress_bar() as progress:
-            measure(TINY, families, DEMO, DEMO / "heads", progress, kept)
+            measure(TINY, families, DEMO, DEMO / "heads", progress, kept, Machine.here("cpu"))
     finally:
         torch.set_num_threads(before)
     again = KeptCells(tmp_path / "results.json", to_plain(TINY), resume=True)

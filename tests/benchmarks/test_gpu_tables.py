@@ -47,3 +47,14 @@ def test_measured_is_what_is_committed() -> None:
     for one in results():
         assert one["environment"]["uncommitted_changes"] is False
         assert one["device"]["name"] == "NVIDIA H200"
+
+
+def test_what_headlines_leave_out_is_said() -> None:
+    """Cells of fewer layers, and what of the published figures has none."""
+    *others, long_context = results()
+    written = text(*others, long_context)
+    assert "that of all cells is 0.77 (64 x 32768, 14 layers, budget 512)." in written
+    assert "Not compared, for too few layers fit beside its K/V: 128 x 32768." in written
+    published = [[32, 32768], [64, 32768]]
+    without = {**long_context, "plan": {**long_context["plan"], "published": published}}
+    assert "Not compared" not in text(*others, without)

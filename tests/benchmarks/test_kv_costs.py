@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import kv_costs
-from benchmarks.kv_costs import seconds_in_turn
+from benchmarks.kv_costs import Step, forward_seconds, forwards_in_turn, seconds_in_turn
 
 
 class Cache:
@@ -52,3 +53,22 @@ def test_nothing_is_kept_for_gradients() -> None:
     grown: list[bool] = []
     seconds_in_turn({"one": lambda: grown.append((2 * weight).requires_grad)})
     assert not any(grown)
+
+
+def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Telling it takes a millisecond here, a forward nine."""
+    now_s = [0.0]
+
+    def take(seconds: float) -> float:
+        now_s[0] += seconds
+        return now_s[0]
+
+    monkeypatch.setattr(kv_costs, "time", SimpleNamespace(perf_counter=lambda: take(0.001)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: take(0.009))
+    logits = SimpleNamespace(device=torch.device("cuda"))
+    runner: Any = SimpleNamespace(
+        block_size=16, pack=lambda slices: slices, forward_packed=lambda inputs: logits
+    )
+    step = Step(batch=1, rows=1, context=32)
+    assert forwards_in_turn({"plain": (runner, step)}) == pytest.approx({"plain": 0.01})
+    assert forward_seconds(runner, step, repeats=3) == pytest.approx(0.01)

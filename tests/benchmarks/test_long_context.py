@@ -174,9 +174,11 @@ def test_the_plan_is_what_is_asked_for() -> None:
     }
     assert grid == {(b, c) for b in (1, 4, 8, 16, 32) for c in (512, 1024, 2048, LONG)}
     assert {cell.drafter.policy for cell in FULL.cells} == set(get_args(KvPolicyName))
-    for policy in set(get_args(KvPolicyName)) - {"full"}:
-        assert len({cell.drafter.budget for cell in FULL.cells if cell.drafter.policy == policy}) >= 3
-    assert {cell.drafter.method for cell in FULL.cells} == {"self", "draft_model"}
+    scored = set(get_args(KvPolicyName)) - {"full", "streaming"}
+    for pair in {("self", one) for one in (*scored, "streaming")} | {("draft_model", "streaming")}:
+        drafters = {cell.drafter for cell in FULL.cells if cell.heads == "gqa"}
+        assert len({one.budget for one in drafters if (one.method, one.policy) == pair}) >= 3
+    assert all(cell.with_controller for cell in FULL.cells if cell.temperature > 0.0)
     assert {cell.heads for cell in QUICK.cells} == {"gqa", "mha"}
     room = FULL.room(FULL.cells, 2)
     assert room.num_tokens >= 32 * (LONG + FULL.num_tokens)

@@ -2,15 +2,16 @@
 
 python tests/deploy/rolling.py MODELS PORT ROOM
 
-MODELS has the folders target, draft, other (another target), damaged (one whose file is cut off) and broken
-(one whose weights do not fit its config.json). ROOM is the number of places for workers on the one Ray node.
-Two target groups and a draft worker take three, so that an update is made in place; with more, new groups
-begin beside old ones.
+MODELS has the folders target, draft, redrafted (the next version of that draft model), other (another
+target), damaged (one whose file is cut off) and broken (one whose weights do not fit its config.json). ROOM
+is the number of places for workers on the one Ray node. Two target groups and a draft worker take three, so
+that an update is made in place; with more, new groups begin beside old ones.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import sys
@@ -24,10 +25,12 @@ from typing import Any
 import httpx
 
 from deploy.application import APPLICATION
+from deploy.config_file import parse_config
 
 _UPDATE_S = 900.0
 _PROMPTS = [[5 + index, 6, 7 + index, 8] for index in range(4)]
 _MAX_TOKENS = 60
+_ROOM_IN_PLACE = 3
 PLACE = {"num_cpus": 0, "resources": {"place": 1}}
 
 
@@ -115,14 +118,24 @@ def wait_for(wanted: str, since_s: float, load: Load | None = None) -> str:
         time.sleep(0.25)
 
 
+class NobodyServes(Exception):
+    """A 503 that says when to come back."""
+
+
 class Load:
-    """Clients that never rest; every answer has to be whole, and one of those that a target gives."""
+    """Clients that never rest, the first of which streams.
+
+    Every answer has to be whole, and one of those that a target gives.
+    """
 
     def __init__(self, url: str, num_clients: int = 3) -> None:
         self._url = url
         self._stop = threading.Event()
         self.answers: list[tuple[int, str]] = []
         self.failures: list[str] = []
+        self.may_be_refused = False
+        """Whether there may be nobody who serves. Who is told so asks again."""
+        self.num_refused = 0
         self._threads = [
             threading.Thread(target=self._ask_on, args=(index,), daemon=True) for index in range(num_clients)
         ]
@@ -134,10 +147,21 @@ class Load:
         while not self._stop.is_set():
             which = number % len(_PROMPTS)
             try:
-                self.answers.append((which, ask(self._url, which)))
+                answer = ask_for_stream(self._url, which) if client == 0 else ask(self._url, which)
+            except NobodyServes as refusal:
+                self.num_refused += 1
+                if self.may_be_refused:
+                    self._stop.wait(0.25)
+                    continue
+                self._note(refusal)
             except (httpx.HTTPError, AssertionError) as error:
-                self.failures.append(f"{time.strftime('%H:%M:%S')} {type(error).__name__}: {error}")
+                self._note(error)
+            else:
+                self.answers.append((which, answer))
             number += 1
+
+    def _note(self, failure: Exception) -> None:
+        self.failures.append(f"{time.strftime('%H:%M:%S')} {type(failure).__name__}: {failure}")
 
     def check(self) -> None:
         assert not self.failures, self.failures[:5]
@@ -154,22 +178,78 @@ class Load:
             thread.join(60.0)
 
 
-def ask(url: str, which: int, model: str = "m") -> str:
-    body = {
+def body_of(which: int, model: str = "m") -> dict[str, Any]:
+    return {
         "model": model,
         "prompt": _PROMPTS[which],
         "max_tokens": _MAX_TOKENS,
         "temperature": 0,
         "ignore_eos": True,
     }
+
+
+def require_ok(response: httpx.Response) -> None:
+    if response.status_code == 200:
+        return
+    told = f"{response.status_code}: {response.read().decode(errors='replace')[:300]}"
+    if response.status_code == 503 and "not_ready" in told and "Retry-After" in response.headers:
+        raise NobodyServes(told)
+    raise AssertionError(told)
+
+
+def answer_to(url: str, body: dict[str, Any]) -> dict[str, Any]:
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=120.0)
-    assert response.status_code == 200, (response.status_code, response.text[:300])
-    answer = response.json()
+    require_ok(response)
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def ask(url: str, which: int, model: str = "m") -> str:
+    answer = answer_to(url, body_of(which, model))
     assert answer["usage"]["completion_tokens"] == _MAX_TOKENS, answer
     return str(answer["choices"][0]["text"])
 
 
-def scenario(models: Path, url: str) -> None:
+def ask_for_stream(url: str, which: int) -> str:
+    """Return the text of `ask`, read event by event to the last."""
+    body = {**body_of(which), "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120.0) as response:
+        require_ok(response)
+        told = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert told[-1:] == ["[DONE]"], told[-3:]
+    events = [json.loads(one) for one in told[:-1]]
+    assert all("error" not in event for event in events), events[-1]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert choices[-1]["finish_reason"] == "length", choices[-1]
+    assert events[-1]["usage"]["completion_tokens"] == _MAX_TOKENS, events[-1]
+    return "".join(choice["text"] for choice in choices)
+
+
+def wait_drafted(url: str, config: dict[str, Any], load: Load) -> None:
+    """Wait until all draft workers are of this configuration, and drafts of theirs are accepted."""
+    from cluster.directory_actor import current_members
+    from cluster.generation import draft_generation
+
+    parsed = parse_config(config["applications"][0]["args"]["config"])
+    (model,) = parsed.served_models()
+    until_s = time.monotonic() + 60
+    while True:
+        members = current_members(parsed.cluster.namespace)
+        there = {member.generation for member in members if member.role == "draft"}
+        if there == {draft_generation(model.engine)} and num_accepted(url) > 0:
+            return
+        assert time.monotonic() < until_s, there
+        load.check()
+        time.sleep(0.25)
+
+
+def num_accepted(url: str) -> int:
+    """How many draft tokens are accepted of one request."""
+    answer = answer_to(url, {**body_of(0), "return_metrics": True})
+    return int(answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"])
+
+
+def scenario(models: Path, url: str, room: int) -> None:
     first = serve_config(models)
     wait_for("RUNNING", deploy(first))
     until_s = time.monotonic() + 60
@@ -179,12 +259,21 @@ def scenario(models: Path, url: str) -> None:
     of_target = {which: ask(url, which) for which in range(len(_PROMPTS))}
     load = Load(url)
 
-    began_s = time.monotonic()
-    drafter = changed(first, "speculative_config", num_speculative_tokens=3)
-    wait_for("RUNNING", deploy(drafter), load)
-    answers = load.taken()
-    assert {answer == of_target[which] for which, answer in answers} == {True}
-    print(f"drafter: {time.monotonic() - began_s:.1f} s, {len(answers)} answers, 0 failed")
+    drafter = first
+    changes = {
+        "one more draft token": {"num_speculative_tokens": 3},
+        "another draft model": {"model": str(models / "redrafted")},
+    }
+    for what, values in changes.items():
+        began_s = time.monotonic()
+        drafter = changed(drafter, "speculative_config", **values)
+        wait_for("RUNNING", deploy(drafter), load)
+        took_s = time.monotonic() - began_s
+        wait_drafted(url, drafter, load)
+        answers = load.taken()
+        assert {answer == of_target[which] for which, answer in answers} == {True}
+        print(f"{what}: {took_s:.1f} s, {len(answers)} answers, 0 failed")
+        time.sleep(2.0)  # `wait_for` tells deployments apart by whole seconds
 
     began_s = time.monotonic()
     other = changed(drafter, "target", model=str(models / "other"))
@@ -215,18 +304,25 @@ def scenario(models: Path, url: str) -> None:
     print(f"a checkpoint that fails: {len(answers)} answers, 0 failed, groups {refused}, {num_groups(url)}")
 
     wait_for("RUNNING", deploy(other), load)
-    load.stop()
     answers = load.taken()
     assert {answer == of_other[which] for which, answer in answers} == {True}
     print(f"back again: {len(answers)} answers, 0 failed, groups {num_groups(url)}")
 
+    began_s = time.monotonic()
     two = with_second_model(other, str(models / "target"))
-    wait_for("RUNNING", deploy(two))
+    load.may_be_refused = room == _ROOM_IN_PLACE  # one group at a time leaves nobody, when there is one
+    wait_for("RUNNING", deploy(two), load)
     wait_listed(url, ["m", "second"])
+    load.may_be_refused = False
+    took_s = time.monotonic() - began_s
     assert {which: ask(url, which, "second") for which in of_target} == of_target
     assert {which: ask(url, which) for which in of_other} == of_other
     assert httpx.post(f"{url}/v1/completions", json={"model": "x", "prompt": "a"}).status_code == 404
-    print("a second model beside the first: each answers as itself")
+    load.stop()
+    answers = load.taken()
+    assert {answer == of_other[which] for which, answer in answers} == {True}
+    told = f"{len(answers)} answers, 0 failed, {load.num_refused} refused"
+    print(f"a second model beside the first: {took_s:.1f} s, {told}; each answers as itself")
 
 
 def wait_listed(url: str, wanted: list[str]) -> None:
@@ -273,7 +369,7 @@ def main() -> None:
         )
         http = {"host": "127.0.0.1", "port": port}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"log_level": "WARNING"})
-        scenario(models, f"http://127.0.0.1:{port}")
+        scenario(models, f"http://127.0.0.1:{port}", room)
         print("updated without a failed request")
         serve.shutdown()
     finally:

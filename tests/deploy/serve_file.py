@@ -4,6 +4,7 @@ python tests/deploy/serve_file.py MODELS PORT SERVE_CONFIG NODES
 
 Ray nodes of this machine stand for pods or machines. NODES says which, the head first, in JSON:
 [{"pool", "num_cpus", "num_gpus"}].
+Ray asks for its token, which is in the environment (RAY_AUTH_MODE, RAY_AUTH_TOKEN).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import copy
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,6 +27,7 @@ import yaml
 
 from cluster.application import COORDINATOR, DRAFT_POOL
 from deploy.application import APPLICATION, INGRESS
+from tests.ports import free_port
 
 KEY = "a-key-of-the-test"
 _START_S = 240.0
@@ -35,21 +39,27 @@ def start_nodes(temp: Path, kinds: list[dict[str, Any]]) -> Any:
     head, *others = [
         {"labels": {"pool": kind.pop("pool")}, "object_store_memory": 80 << 20, **kind} for kind in kinds
     ]
-    head |= {"include_dashboard": False, "temp_dir": str(temp / "ray")}
+    head |= {"include_dashboard": True, "dashboard_port": free_port(), "temp_dir": str(temp / "ray")}
     nodes = Cluster(initialize_head=True, head_node_args=head)
     for node in others:
         nodes.add_node(**node)
     return nodes
 
 
-def deploy(config: dict[str, Any]) -> None:
-    """What `serve deploy` does, which talks to the dashboard; there is none here."""
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
-
-    client = _get_global_client()
-    assert client is not None
-    client.deploy_apps(ServeDeploySchema.model_validate(config))
+def deploy(config: dict[str, Any], dashboard: str) -> None:
+    """Let Ray's own command send it, as it is sent by KubeRay's operator, too."""
+    serve = Path(sys.executable).with_name("serve")
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(config, file, sort_keys=False)
+        file.flush()
+        done = subprocess.run(
+            [str(serve), "deploy", file.name, "--address", dashboard],
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def wait(url: str, wanted: str) -> str:
@@ -109,8 +119,42 @@ def ask(url: str, key: str | None) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0)
 
 
-def scenario(config: dict[str, Any], url: str) -> None:
-    deploy(config)
+def nodes_of_coordinators() -> set[str]:
+    places = nodes_of_actors()
+    return {node for actor, found in places.items() if COORDINATOR in actor for _, node in found}
+
+
+def assert_updated_on_the_spare_node(config: dict[str, Any], url: str, dashboard: str) -> None:
+    """A changed config while a client asks on: the next group serves before the one before ends."""
+    before = nodes_of_coordinators()
+    answers: list[int | str] = []
+    has_ended = threading.Event()
+
+    def ask_on() -> None:
+        while not has_ended.is_set():
+            try:
+                answers.append(ask(url, KEY).status_code)
+            except httpx.HTTPError as error:
+                answers.append(repr(error))
+
+    client = threading.Thread(target=ask_on, daemon=True)
+    client.start()
+    changed = copy.deepcopy(config)
+    changed["applications"][0]["args"]["config"]["scheduler"] = {"max_num_seqs": 8}
+    deploy(changed, dashboard)
+    until_s = time.monotonic() + _START_S
+    while nodes_of_coordinators() & before:
+        assert time.monotonic() < until_s, (before, nodes_of_coordinators())
+        time.sleep(0.25)
+    wait(url, "RUNNING")
+    has_ended.set()
+    client.join(60.0)
+    assert set(answers) == {200}, Counter(answers)
+
+
+def scenario(config: dict[str, Any], url: str, dashboard: str) -> None:
+    assert httpx.put(f"{dashboard}/api/serve/applications/", json=config).status_code == 401
+    deploy(config, dashboard)
     wait(url, "RUNNING")
     assert ask(url, None).status_code == 401
     answer = ask(url, KEY)
@@ -120,12 +164,14 @@ def scenario(config: dict[str, Any], url: str) -> None:
 
     wrong = copy.deepcopy(config)
     wrong["applications"][0]["args"]["config"]["target"]["dtyp"] = "float32"
-    deploy(wrong)
+    deploy(wrong, dashboard)
     message = wait(url, "DEPLOY_FAILED")
     assert "target.dtyp: unknown key; did you mean dtype?" in message, message
     again = ask(url, KEY)
     assert again.status_code == 200, again.text
     assert again.json()["choices"] == answer.json()["choices"]
+    if config["applications"][0]["args"]["config"]["cluster"].get("updates") == "surge":
+        assert_updated_on_the_spare_node(config, url, dashboard)
 
 
 def main() -> None:
@@ -133,7 +179,6 @@ def main() -> None:
     temp = Path(tempfile.mkdtemp(prefix="dhsf", dir="/tmp"))
     (temp / "ray").mkdir()
     os.environ |= {
-        "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",
         "RAY_TMPDIR": str(temp),
@@ -144,16 +189,14 @@ def main() -> None:
     config = yaml.safe_load(text)
     # Nodes with one address cannot have a proxy each, and port and keys are the test's own.
     config["proxy_location"] = "HeadOnly"
-    http = {"host": "127.0.0.1", "port": port}
-    config["http_options"] |= http
+    config["http_options"] |= {"host": "127.0.0.1", "port": port}
     keys = models / "api-keys"
     keys.write_text(f"{KEY}\n")
     config["applications"][0]["args"]["config"]["http"]["api_keys_file"] = str(keys)
     nodes = start_nodes(temp, kinds)
     try:
         ray.init(address=nodes.address, log_to_driver=False)
-        serve.start(proxy_location="HeadOnly", http_options=http, logging_config=config["logging_config"])
-        scenario(config, f"http://127.0.0.1:{port}")
+        scenario(config, f"http://127.0.0.1:{port}", f"http://{nodes.webui_url}")
         print("deployed, placed, asked, and kept")
         serve.shutdown()
     finally:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.exceptions import GetTimeoutError
+from ray.serve.config import ControllerOptions, HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
@@ -16,12 +20,14 @@ from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.deployment import (
     Deployment,
     DeploymentFailed,
+    _check_environment,
     _check_running_serve,
     _Places,
     _raise_if_failed,
     base_url,
+    start_serve,
 )
-from deploy.openai.keys import ApiKey
+from deploy.openai.errors import keys_unread, not_ready
 from deploy.preflight import check_local_resources
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
@@ -94,7 +100,7 @@ def test_what_was_there_before_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"drafthouse": None}))
     monkeypatch.setattr(serve, "delete", refuse)
     monkeypatch.setattr("deploy.deployment.close_directory", refuse)
-    deployment = Deployment(DrafthouseConfig(target=ModelConfig(model="x")), ())
+    deployment = Deployment(DrafthouseConfig(target=ModelConfig(model="x")))
     with pytest.raises(ResourceError):
         deployment.start()
     deployment.stop()
@@ -116,20 +122,20 @@ def test_base_url(host: str, url: str) -> None:
 def test_door_settings_follow_the_configuration() -> None:
     http = HttpConfig(served_model_name="m", max_body_bytes=2048, max_choices=3, request_timeout_s=9)
     config = DrafthouseConfig(target=ModelConfig(model="x"), http=http, grammar=GrammarConfig(max_bytes=4096))
-    settings = door_settings(config, (ApiKey(name="a", digest=b"digest"),))
+    settings = door_settings(config)
     assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
     assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
     assert settings.max_grammar_bytes == 4096
-    assert [key.digest for key in settings.api_keys] == [b"digest"]
+    assert not settings.api_keys, "doors read them themselves"
     assert not settings.share_prefixes_between_keys
     shared = config.model_copy(update={"http": HttpConfig(share_prefixes_between_keys=True)})
-    assert door_settings(shared, ()).share_prefixes_between_keys
+    assert door_settings(shared).share_prefixes_between_keys
 
 
 def test_no_more_choices_than_there_is_room_for() -> None:
     scheduler = SchedulerConfig(max_num_seqs=2, max_num_waiting=3)
     config = DrafthouseConfig(target=ModelConfig(model="x"), scheduler=scheduler)
-    assert door_settings(config, ()).max_choices == 5
+    assert door_settings(config).max_choices == 5
 
 
 class Coordinators:
@@ -169,7 +175,7 @@ def test_models_without_a_group_do_not_keep_others_from_being_drained(
     config = DrafthouseConfig.model_validate(
         {**model, "models": {"b": model, "c": model}, "cluster": {"drain_timeout_s": 7.0}}
     )
-    Deployment(config, ())._drain()
+    Deployment(config)._drain()
     assert [handle.closed_after_s for handle in handles.values()] == [[], [7.0], [7.0]]
     assert handles["Coordinator-b"].streams == [[0, 0]], "it was waited for"
 
@@ -225,7 +231,93 @@ def test_who_gives_up_waiting_says_what_has_no_place(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         DeploymentFailed, match=r"placing the workers; no node has room for Coord.*4 x \(1 GPU"
     ):
-        list(Deployment(config, ()).wait_ready())
+        list(Deployment(config).wait_ready())
     waiting.groups = ()
     with pytest.raises(DeploymentFailed, match=r"placing the workers$"):
-        list(Deployment(config, ()).wait_ready())
+        list(Deployment(config).wait_ready())
+
+
+class Controller:
+    """Serve's, in an environment of its own."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self.__ray_call__ = SimpleNamespace(remote=self._call)
+
+    def _call(self, function: Callable[[object], dict[str, str]]) -> dict[str, str]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", self.environment)
+            return function(self)
+
+
+WANTED = {"RAY_SERVE_PROXY_USE_GRPC": "1", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("has", "missing"),
+    [
+        (WANTED | {"HOME": "/"}, None),
+        ({"RAY_SERVE_PROXY_USE_GRPC": "1"}, "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1:"),
+        (WANTED | {"RAY_SERVE_PROXY_USE_GRPC": "0"}, "RAY_SERVE_PROXY_USE_GRPC=1:"),
+    ],
+)
+def test_who_joins_a_serve_that_was_not_told_everything_is_warned(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has: dict[str, str],
+    missing: str | None,
+) -> None:
+    client = SimpleNamespace(_controller=Controller(has))
+    monkeypatch.setattr("deploy.deployment._get_global_client", lambda **_: client)
+    monkeypatch.setattr("ray.get", lambda answer, timeout: answer)
+    with caplog.at_level("WARNING", "deploy.deployment"):
+        _check_environment(WANTED)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (missing is not None)
+    assert missing is None or f"without {missing}" in told[0]
+
+
+def test_a_serve_that_does_not_answer_is_not_thought_to_be_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def time_out(*_: object, **__: object) -> None:
+        raise GetTimeoutError("3 s")
+
+    client = SimpleNamespace(_controller=Controller({}))
+    monkeypatch.setattr("deploy.deployment._get_global_client", lambda **_: client)
+    monkeypatch.setattr("ray.get", time_out)
+    with caplog.at_level("WARNING", "deploy.deployment"):
+        _check_environment(WANTED)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Serve does not say what is in its environment: 3 s"
+    ]
+
+
+@pytest.mark.parametrize("environment", [None, WANTED])
+def test_a_serve_that_is_started_on_somebody_elses_ray_is_told(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str] | None
+) -> None:
+    told: list[ControllerOptions | None] = []
+    monkeypatch.setattr(serve, "start", lambda *, controller_options, **_: told.append(controller_options))
+    start_serve(HttpConfig(), environment)
+    (options,) = told
+    env = None if options is None else options.runtime_env
+    assert env == (None if environment is None else {"env_vars": environment})
+
+
+def test_a_door_that_cannot_read_its_keys_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where `--address` is a cluster whose nodes do not have the file."""
+    answers = [keys_unread("/etc/keys cannot be read: No such file"), not_ready(), None]
+    monkeypatch.setattr("deploy.deployment._without_place", lambda: ())
+    monkeypatch.setattr("deploy.deployment.read_start_reports", lambda namespace: ())
+    monkeypatch.setattr("deploy.deployment._POLL_S", 0.0)
+    running = overview(ApplicationStatus.RUNNING, "")
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"drafthouse": running}))
+
+    def get(url: str, **_: object) -> httpx.Response:
+        error = answers.pop(0)
+        return httpx.Response(200) if error is None else httpx.Response(error.status, content=error.body())
+
+    monkeypatch.setattr(httpx, "get", get)
+    told = list(Deployment(DrafthouseConfig(target=ModelConfig(model="x"))).wait_ready())
+    assert ["/etc/keys cannot be read" in line for line in told] == [True, False]

@@ -14,11 +14,13 @@ import pytest
 
 from cluster.config import ClusterConfig
 from deploy import ingress
-from deploy.api_keys import line_of, new_api_key, read_api_keys
+from deploy.api_keys import line_of, new_api_key
 from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.openai.metrics import DoorMetrics
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from specdec.core.errors import CapacityError
 from specdec.model.config import ModelConfig
 from specdec.transport.messages import DoorReport
 from tests.architectures import make_tokenizer
@@ -26,6 +28,8 @@ from tests.deploy.openai.fakes import ScriptedService
 
 
 class ScriptedCluster(ScriptedService):
+    num_doors = 2
+
     def __init__(self, cluster: ClusterConfig, generation: str, **_: object) -> None:
         super().__init__()
         self.is_open = False
@@ -60,7 +64,7 @@ def replica_class() -> Any:
     return own
 
 
-def test_keys_reach_the_ingress_and_are_followed_there(
+def test_a_door_reads_its_keys_itself_and_follows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingress, "ClusterService", ScriptedCluster)
@@ -70,8 +74,8 @@ def test_keys_reach_the_ingress_and_are_followed_there(
     text, key = new_api_key("first", max_concurrency=2, tokens_per_minute=None)
     file.write_text(f"{line_of(key)}\n")
     config = DrafthouseConfig(target=ModelConfig(model="x"), http=HttpConfig(api_keys_file=str(file)))
-    settings: DoorSettings = pickle.loads(pickle.dumps(door_settings(config, read_api_keys(file))))
-    assert settings.api_keys == (key,)
+    settings: DoorSettings = pickle.loads(pickle.dumps(door_settings(config)))
+    assert not settings.api_keys
 
     async def run() -> None:
         own = replica_class()
@@ -82,6 +86,12 @@ def test_keys_reach_the_ingress_and_are_followed_there(
         kind = type("Replica", (own,), {"__del__": lambda self: None})
         replica = kind((behind,), config.http.api_keys_file, object())
         app = await replica.__serve_build_asgi_app__()
+        usages = [
+            replica._ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=DoorMetrics())
+            for _ in range(2)
+        ]
+        with usages[0], pytest.raises(CapacityError, match=r"2 choices .* 1 by this one of 2 doors"):
+            usages[1].__enter__()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
 
             async def status(key: str) -> int:
@@ -109,5 +119,60 @@ def test_keys_reach_the_ingress_and_are_followed_there(
         await asyncio.sleep(0)
         assert replica._tasks
         assert all(task.cancelled() for task in replica._tasks)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("broken", ["gone", "wrong", "empty"])
+def test_a_door_that_cannot_read_its_keys_accepts_none_until_it_can(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be one that is started anew, long after the application was built with a key since revoked."""
+    monkeypatch.setattr(ingress, "ClusterService", ScriptedCluster)
+    monkeypatch.setattr(ingress, "HuggingFaceTokenizer", OnThisNode)
+    monkeypatch.setattr(ingress, "prepare_logging", lambda part: None)
+    file = tmp_path / "keys"
+    revoked, old = new_api_key("old", max_concurrency=None, tokens_per_minute=None)
+    text, key = new_api_key("new", max_concurrency=None, tokens_per_minute=None)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), http=HttpConfig(api_keys_file=str(file)))
+    file.write_text(f"{line_of(old)}\n")
+    settings = door_settings(config)
+    reasons = {"gone": "cannot be read", "wrong": f"{file}:1: ", "empty": "holds no key"}
+    if broken == "gone":
+        file.unlink()
+    else:
+        file.write_text("old sk-somebodys\n" if broken == "wrong" else "")
+
+    async def run() -> None:
+        own = replica_class()
+        behind = ingress.ModelBehind(
+            target=config.target, cluster=config.cluster, settings=settings, generation=""
+        )
+        kind = type("Replica", (own,), {"__del__": lambda self: None})
+        replica = kind((behind,), config.http.api_keys_file, object())
+        app = await replica.__serve_build_asgi_app__()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+
+            async def ask(key: str) -> httpx.Response:
+                return await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+
+            for answer in (await ask(revoked), await ask("none"), await client.get("/v1/models")):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "api_keys_unread"
+                assert "Retry-After" in answer.headers
+                assert str(file) not in answer.text, "that is for operators"
+            health = await client.get("/health")
+            assert health.status_code == 503
+            message = health.json()["error"]["message"]
+            assert str(file) in message
+            assert reasons[broken] in message
+            assert "somebodys" not in message
+            file.write_text(f"{line_of(key)}\n")
+            async with asyncio.timeout(20):
+                while (await ask(text)).status_code != 200:
+                    await asyncio.sleep(0.01)
+            assert (await ask(revoked)).status_code == 401
+            assert (await client.get("/health")).status_code == 200
+        await own.__del__(replica)
 
     asyncio.run(run())

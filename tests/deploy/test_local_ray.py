@@ -31,6 +31,25 @@ def test_only_a_cluster_of_our_own_is_run_without_ray_s_memory_monitor(
     assert environment["RAY_worker_niceness"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("address", "said", "mode"),
+    [
+        pytest.param(None, None, "token", id="own"),
+        pytest.param(None, "disabled", "disabled", id="own-as-told"),
+        pytest.param("auto", None, None, id="of-others"),
+    ],
+)
+def test_only_a_cluster_of_our_own_is_told_to_ask_for_its_token(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, said: str | None, mode: str | None
+) -> None:
+    environment = {"RAY_AUTH_TOKEN": "a"} | ({} if said is None else {"RAY_AUTH_MODE": said})
+    told: list[str | None] = []
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(ray, "init", lambda *_args, **_options: told.append(environment.get("RAY_AUTH_MODE")))
+    RaySession(address=address, num_cpus=1, show_logs=False).open()
+    assert told == [mode]
+
+
 @pytest.mark.parametrize("is_home_usable", [True, False])
 def test_without_a_home_folder_the_token_is_made_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_home_usable: bool

@@ -25,12 +25,12 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, a draft that agrees with it often, another target, and two that cannot be served."""
+    """A target, two versions of a draft that agrees with it often, another target, and two damaged ones."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("target", "draft", "other"):
+    for name in ("target", "draft", "redrafted", "other"):
         model = save_model(folder / name)
     generator = torch.Generator().manual_seed(1)
-    for name, share in (("draft", 0.02), ("other", 0.5)):
+    for name, share in (("draft", 0.02), ("redrafted", 0.01), ("other", 0.5)):
         with torch.no_grad():
             for parameter in model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_replaced(
 def test_models_that_this_node_has_not_are_not_checked_and_that_is_told(
     models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, keys, own: own)
+    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own: own)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     arguments = serve_config(models)["applications"][0]["args"]
     build(arguments)
@@ -97,5 +97,6 @@ def test_no_request_fails(models: Path, room: int) -> None:
         timeout=3400,
         check=False,
     )
+    sys.stdout.write(result.stdout)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
     assert "updated without a failed request" in result.stdout

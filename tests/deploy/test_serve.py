@@ -33,6 +33,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from tests.architectures import make_model, save_model
 from tests.ports import free_port
+from tests.strangers import require_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 _MARK = "DRAFTHOUSE_TEST_RUN"
@@ -88,7 +89,7 @@ class Server:
         return sum(values)
 
 
-def start(folder: Path, controller: str = "fixed") -> Server:
+def start(folder: Path, controller: str = "fixed", home: Path | None = None) -> Server:
     """Start the command on tiny models and wait until it prints its URL."""
     save_model(folder / "target", seed=1)
     save_model(folder / "draft", seed=1)
@@ -106,15 +107,21 @@ cluster: {{drain_timeout_s: 3}}
 http: {{port: {free_port()}, served_model_name: tiny}}
 """
     # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
-    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
+    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")), home)
 
 
-def launch(folder: Path, text: str, ray_folder: Path) -> Server:
-    """Start the command with a configuration and wait until it prints its URL."""
+def launch(folder: Path, text: str, ray_folder: Path, home: Path | None = None) -> Server:
+    """Start the command with a configuration and wait until it prints its URL.
+
+    With a home folder of its own it finds a token for Ray, or makes one; else Ray does without.
+    """
     config = folder / "config.yaml"
     config.write_text(text)
     mark, log = uuid.uuid4().hex, folder / "log"
     environment = os.environ | {_MARK: mark, "RAY_TMPDIR": str(ray_folder), "RAY_AUTH_MODE": "disabled"}
+    if home is not None:
+        del environment["RAY_AUTH_MODE"]
+        environment["HOME"] = str(home)
     command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve"]
     with log.open("w") as log_stream:
         process = subprocess.Popen(
@@ -402,6 +409,23 @@ def test_sigterm_to_all_processes_serves_what_is_running(tmp_path: Path) -> None
     server = start(tmp_path)
     try:
         stop_gracefully(server, signal.SIGTERM)
+    finally:
+        server.clean_up()
+
+
+@pytest.mark.full
+def test_ray_lets_nobody_in_who_has_not_the_token_that_the_command_made(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".cache").symlink_to(Path.home() / ".cache")  # kernels that have been compiled
+    server = start(tmp_path, home=home)
+    try:
+        body = {"prompt": "ab", "max_tokens": 20, "ignore_eos": True, "stream": True}
+        assert "[DONE]" in httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).text
+        (raylet,) = (process for process in server.processes() if process.name() == "raylet")
+        option = "--gcs-address="
+        (address,) = (word for word in raylet.cmdline() if word.startswith(option))
+        require_token(address.removeprefix(option), (home / ".ray" / "auth_token").read_text())
     finally:
         server.clean_up()
 

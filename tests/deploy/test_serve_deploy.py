@@ -1,12 +1,14 @@
 """Serve configs run, each part in its pool: the one that the chart renders, and the file for `serve deploy`.
 
-A wrong next one changes nothing.
+They go the way that `serve deploy` goes, with Ray's token. A wrong next one changes nothing, and with a spare
+target pod a right one is no outage.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +28,11 @@ SCRIPT = Path(__file__).with_name("serve_file.py")
 def deploy_for_real(models: Path, config: str, nodes: list[dict[str, Any]]) -> None:
     """Deploy a Serve config (YAML) on Ray nodes of this machine, and have `serve_file.py` check what runs."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     result = subprocess.run(
         [sys.executable, str(SCRIPT), str(models), str(free_port()), config, json.dumps(nodes)],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **token},
         capture_output=True,
         text=True,
         timeout=500,
@@ -59,11 +62,13 @@ def test_the_charts_serve_config_is_deployed_for_real(tmp_path: Path) -> None:
             "cluster": {"drain_timeout_s": 2},
             "http": {"served_model_name": "m"},
         },
-        "target": {"cpu": 1, "gpu": 0},
+        "target": {"cpu": 1, "gpu": 0, "spareGroups": 1},
         "draft": {"cpu": 1, "gpu": 0},
     }
+    # The second target pod is the spare one.
     nodes = [
-        {"pool": pool, "num_cpus": int(pool != "head")} for pool in ("head", "ingress", "target", "draft")
+        {"pool": pool, "num_cpus": int(pool != "head")}
+        for pool in ("head", "ingress", "target", "target", "draft")
     ]
     deploy_for_real(tmp_path, ray_service(values)["spec"]["serveConfigV2"], nodes)
 

@@ -116,7 +116,7 @@ def test_a_serve_that_runs_without_tls_is_not_taken_for_one_with(
     monkeypatch.setattr(deployment, "_get_global_client", lambda **_: Running())
     config = DrafthouseConfig(target=ModelConfig(model="x"), http=HttpConfig(tls=tls))
     with pytest.raises(ResourceError, match="runs on this cluster already, without TLS"):
-        Deployment(config, ()).start()
+        Deployment(config).start()
 
 
 def test_the_official_client_is_served_and_checks_whom_it_speaks_with(tls: TlsConfig, tmp_path: Path) -> None:
@@ -135,10 +135,10 @@ def test_the_official_client_is_served_and_checks_whom_it_speaks_with(tls: TlsCo
             stream = client.completions.create(model="scripted", prompt="abc", stream=True)
             assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == "".join(PIECES)
         http = HttpConfig(tls=tls, port=int(url.rpartition(":")[2]))
-        running = Deployment(DrafthouseConfig(target=ModelConfig(model="x"), http=http), ())
+        running = Deployment(DrafthouseConfig(target=ModelConfig(model="x"), http=http))
         assert running._answers(), "our own look at /health trusts the certificate it was given"
         other = http.model_copy(update={"tls": make_certificate(tmp_path, "other")})
-        stranger = Deployment(DrafthouseConfig(target=ModelConfig(model="x"), http=other), ())
+        stranger = Deployment(DrafthouseConfig(target=ModelConfig(model="x"), http=other))
         assert not stranger._answers(), "and no other"
         with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
             httpx.get(f"{url}/health")

@@ -224,6 +224,24 @@ def test_config_validate_looks_at_what_serve_looks_at(
     assert invoke("config", "validate", config)[0] == 0
 
 
+def test_two_draft_models_are_refused_before_draft_workers_are_to_hold_them(
+    config: Path, models: Path
+) -> None:
+    target = config.read_text().partition("speculative_config:")[0]
+    draft = f"method: draft_model, model: {models}/draft"
+
+    def write(other: str) -> None:
+        drafters = f"[{{name: one, {draft}}}, {{name: other, {other}}}]"
+        config.write_text(f"{target}speculative_config: {{method: several, drafters: {drafters}}}\n")
+
+    write(draft)
+    for command in (["config", "validate"], ["serve"]):
+        message = " ".join(user_error(*command, config).split())
+        assert "drafters: 2 of them are draft models, and draft workers hold one" in message
+    write("method: ngram")
+    assert invoke("config", "validate", config)[0] == 0
+
+
 def test_mistakes_in_options(
     config: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from tests.deploy.openai.live import live_server
 
 GAUGES: Mapping[str, float] = {
     "coordinators": 2,
+    "coordinators_with_target": 2,
     "draft_workers": 3,
     "draft_pool_usage_perc": 0.5,
     "kv_cache_usage_perc": 0.4,

@@ -77,7 +77,7 @@ def well() -> dict[str, str]:
 
 FAULTS: Mapping[str, Mapping[str, str] | None] = {
     "DrafthouseMetricsAbsent": None,
-    "DrafthouseNoTargetGroup": {series("coordinators"): gauge(0)},
+    "DrafthouseNoTargetGroup": {series("coordinators_with_target"): gauge(0)},
     "DrafthouseErrorBudgetBurnsFast": {ANSWERS % 500: f"0+2x{MINUTES}"},
     "DrafthouseErrorBudgetBurnsSlowly": {ANSWERS % 500: f"0+0.5x{MINUTES}"},
     "DrafthouseStreamsLost": {series("lost_streams"): GROWS},
@@ -242,7 +242,7 @@ def test_answers_of_other_routes_are_no_part_of_what_was_promised(tmp_path: Path
 @needs_promtool
 def test_what_is_missing_for_a_while_only_is_not_missed(tmp_path: Path) -> None:
     """A model takes minutes to load after autoscaling has asked for it."""
-    wanted, there = series("target_groups_wanted"), series("coordinators")
+    wanted, there = series("target_groups_wanted"), series("coordinators_with_target")
     for minutes, firing in ((10, set()), (25, {"DrafthouseTargetGroupsMissing"})):
         asked = {wanted: f"2x{MINUTES - minutes} 3x{minutes}"}
         run_scenarios(tmp_path, [scenario(well() | asked, firing)])
@@ -284,7 +284,13 @@ def test_there_need_be_nobody_where_nobody_asks(tmp_path: Path) -> None:
     """With min_groups and min_workers 0. A model takes minutes to load, in which the first requests wait."""
     at_rest = {
         series(name): gauge(0)
-        for name in ("coordinators", "draft_workers", "target_groups_wanted", "draft_workers_wanted")
+        for name in (
+            "coordinators",
+            "coordinators_with_target",
+            "draft_workers",
+            "target_groups_wanted",
+            "draft_workers_wanted",
+        )
     } | {series("scales_to_zero").replace("target", part): gauge(1) for part in ("target", "draft")}
     waiting, wanted = series("num_requests_without_group"), series("target_groups_wanted")
     loading = dict.fromkeys((waiting, wanted), f"0x{MINUTES - 9} 1x8")
@@ -360,7 +366,7 @@ def test_more_than_two_losses_are_three(tmp_path: Path, num_losses: int, fires: 
 def test_an_alert_is_about_one_of_several_models(tmp_path: Path) -> None:
     """Of two, one has lost its groups, and its drafter is worth nothing. Both have the same door."""
     of_models = {series(name) for name in CLUSTER_SERIES} | {workers("ready")}
-    faults = {series("coordinators"): gauge(0), series("speculation_pool_worth"): gauge(0.9)}
+    faults = {series("coordinators_with_target"): gauge(0), series("speculation_pool_worth"): gauge(0.9)}
     history = {name: values for name, values in well().items() if name not in of_models}
     for model, wrong in (("large", {}), ("small", faults)):
         history |= {
@@ -385,8 +391,9 @@ def test_an_alert_is_about_one_of_several_models(tmp_path: Path) -> None:
                 "exp_labels": {"severity": "critical", "job": "drafthouse", "model_name": "small"},
                 "exp_annotations": {
                     "summary": "drafthouse (model small) has no target group",
-                    "description": "The ingress of drafthouse (model small) reaches no coordinator: every "
-                    "request is answered with 503, and streams that are open wait.",
+                    "description": "The ingress of drafthouse (model small) reaches no coordinator that has "
+                    "a target. Where it reaches none, every request is answered with 503; where all that it "
+                    "reaches have lost their target and load another, requests and streams wait for that.",
                     "runbook_url": "docs/operations.md#drafthousenotargetgroup",
                 },
             }

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+import yaml
 
 from deploy.monitoring.alerts import availability_alerts
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
@@ -51,8 +55,11 @@ NEEDS_MORE = {
 
 
 @contextmanager
-def load(url: str, *, num_clients: int = 4, **parameters: object) -> Iterator[None]:
-    """Ask for completions, so many at a time, until the block ends. Who is turned away asks again."""
+def load(url: str, *, num_clients: int = 4, may_fail: bool = False, **parameters: object) -> Iterator[None]:
+    """Ask for completions, so many at a time, until the block ends.
+
+    Who is turned away asks again, and with `may_fail` who fails does, too.
+    """
     over = threading.Event()
     body = {
         "model": "tiny",
@@ -66,7 +73,7 @@ def load(url: str, *, num_clients: int = 4, **parameters: object) -> Iterator[No
         with httpx.Client(timeout=120) as client:
             while not over.is_set():
                 answer = client.post(f"{url}/v1/completions", json=body)
-                if answer.status_code == 429:
+                if answer.status_code == 429 or (may_fail and answer.is_server_error):
                     over.wait(0.2)
                 else:
                     answer.raise_for_status()
@@ -152,5 +159,103 @@ def test_what_more_load_groups_and_drafters_show(tmp_path: Path) -> None:
             prometheus.wait_for('ALERTS{alertname="DrafthouseTurnsAway"}')
             silent = silent_queries(prometheus)
         assert not BUSY & silent.keys(), sorted(BUSY & silent.keys())
+    finally:
+        server.clean_up()
+
+
+ALERTS_OF_FAULTS: Mapping[str, tuple[str, int, frozenset[str]]] = {
+    "a draft worker": ("DraftWorkerProcess", 1, frozenset({"DraftPoolEmpty", "DraftWorkersMissing"})),
+    "one of two targets": ("TargetWorkerProcess", 1, frozenset({"TargetGroupsMissing", "Failovers"})),
+    "both targets": ("TargetWorkerProcess", 2, frozenset({"NoTargetGroup", "TargetsDie"})),
+    "both coordinators": (
+        "ServeReplica:drafthouse:Coordinator",
+        2,
+        frozenset({"StreamsLost", "ErrorBudgetBurnsFast", "ErrorBudgetBurnsSlowly"}),
+    ),
+}
+"""What is killed: whose processes, how many of them, and which alerts are the first to fire for that."""
+
+
+def start_redundant(folder: Path) -> Server:
+    """Start a server with two target groups that waits for neither long, and one draft worker."""
+    for name in ("target", "draft"):
+        save_model(folder / name, seed=1)
+    text = f"""\
+target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
+speculative_config:
+  method: draft_model
+  model: draft
+  num_speculative_tokens: 3
+  controller: fixed
+  num_threads: 1
+  compile: {{mode: "off"}}
+cache: {{num_blocks: 256, block_size: 8}}
+cluster:
+  drain_timeout_s: 3
+  failover_timeout_s: 1
+  membership: {{lease_s: 3, renew_s: 0.5}}
+  health_checks: {{period_s: 1, timeout_s: 10}}
+  target_groups: {{num_groups: 2, bundle: {{num_cpus: 0.5}}}}
+  draft_pool: {{bundle: {{num_cpus: 0.5}}}}
+http: {{port: {free_port()}, served_model_name: tiny}}
+"""
+    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
+
+
+def quickened(rules: str) -> str:
+    """Return rules that look back two minutes, whatever they said, and fire after a second, or at once."""
+    content = yaml.safe_load(rules)
+    for rule in (rule for group in content["groups"] for rule in group["rules"]):
+        rule["expr"] = re.sub(r"\[\d+[a-z]\]", "[2m]", rule["expr"])
+        if rule.get("for", "0m") != "0m":
+            rule["for"] = "1s"
+    text: str = yaml.safe_dump(content)
+    return text
+
+
+def has_fired(alert: str) -> str:
+    """Return what has a value once an alert has fired."""
+    return f'count_over_time(ALERTS{{alertname="Drafthouse{alert}",alertstate="firing"}}[1h])'
+
+
+def wait_well(server: Server) -> None:
+    """Wait until everybody is there."""
+    until_s = time.monotonic() + 240
+    wanted = {"coordinators": 2.0, "coordinators_with_target": 2.0, "draft_workers": 1.0}
+    while (there := {name: server.metric(name) for name in wanted}) != wanted:
+        assert time.monotonic() < until_s, there
+        time.sleep(0.5)
+
+
+def kill(server: Server, title: str, number: int) -> None:
+    """SIGKILL so many of Ray's processes that are called so."""
+    found = []
+    for process in server.processes():
+        with suppress(psutil.Error):
+            if "".join(process.cmdline()[:1]).startswith(f"ray::{title}"):
+                found.append(process)
+    assert len(found) >= number, found
+    for process in found[:number]:
+        process.kill()
+
+
+def test_faults_fire_the_alerts_that_are_for_them(tmp_path: Path) -> None:
+    """And what has not happened yet is told by none."""
+    server = start_redundant(tmp_path)
+    try:
+        wait_well(server)
+        address = server.url.removeprefix("http://")
+        with (
+            running_prometheus(tmp_path, address, quickened(rules_yaml())) as prometheus,
+            load(server.url, may_fail=True, max_tokens=180),
+        ):
+            prometheus.wait_for(f"rate({PREFIX}spec_decode_num_accepted_tokens_total[{WINDOW}]) > 0")
+            for what, (title, number, alerts) in ALERTS_OF_FAULTS.items():
+                early = [alert for alert in alerts if prometheus.values(has_fired(alert))]
+                assert not early, f"before {what} died: {early}"
+                kill(server, title, number)
+                for alert in alerts:
+                    prometheus.wait_for(has_fired(alert))
+                wait_well(server)
     finally:
         server.clean_up()

@@ -90,7 +90,7 @@ def test_a_request_of_no_page_is_served_as_ever() -> None:
 def test_the_configuration_reaches_the_door() -> None:
     origins = [SITE, "http://localhost:3000", "app://obsidian.md", "http://[::1]:80"]
     config = DrafthouseConfig.model_validate({"target": {"model": "m"}, "http": {"allowed_origins": origins}})
-    assert door_settings(config, ()).allowed_origins == tuple(origins)
+    assert door_settings(config).allowed_origins == tuple(origins)
     assert HttpConfig().allowed_origins == ()
 
 

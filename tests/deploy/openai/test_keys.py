@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from deploy.api_keys import ApiKeysFile, follow_api_keys, line_of, new_api_key, read_api_keys
 from deploy.openai.app import create_app
 from deploy.openai.errors import ApiError
-from deploy.openai.keys import ApiKey, KeyRing, digest_api_key
+from deploy.openai.keys import ApiKey, KeyRing, Usage, digest_api_key
 from deploy.openai.metrics import DoorMetrics
 from deploy.openai.middleware import ApiKeys
 from deploy.openai.settings import DoorSettings
@@ -118,6 +118,75 @@ def test_what_waits_as_long_as_it_is_told_is_let_in() -> None:
     clock.advance(refused.value.retry_after_s)
     with again:
         pass
+
+
+def use(ring: KeyRing, key: ApiKey, num_choices: int = 1, num_prompt_tokens: int = 1) -> Usage:
+    return ring.usage(
+        key, num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, metrics=DoorMetrics()
+    )
+
+
+@pytest.mark.parametrize(("limit", "num_doors", "part"), [(5, 1, 5), (5, 2, 2), (6, 3, 2), (1, 3, 1)])
+def test_doors_share_what_a_key_may_have_at_once(limit: int, num_doors: int, part: int) -> None:
+    key = key_of("a", max_concurrency=limit)
+    ring = KeyRing([key], ManualClock(), num_doors=lambda: num_doors)
+    with contextlib.ExitStack() as running:
+        for _ in range(part):
+            running.enter_context(use(ring, key))
+        for refused in (use(ring, key), ring.preparing(key, DoorMetrics())):
+            with pytest.raises(CapacityError, match=f"may have {limit} choices") as told:
+                running.enter_context(refused)
+            assert (f"{part} by this one of {num_doors} doors" in str(told.value)) == (num_doors > 1)
+    with use(ring, key):
+        pass
+
+
+def test_a_request_that_a_key_may_have_is_taken_in_by_one_of_several_doors() -> None:
+    """It would not be smaller later: so it is let in when nothing else of the key runs there."""
+    key = key_of("a", max_concurrency=8)
+    ring = KeyRing([key], ManualClock(), num_doors=lambda: 4)
+    with use(ring, key), pytest.raises(CapacityError):
+        use(ring, key, num_choices=8).__enter__()
+    with use(ring, key, num_choices=8), pytest.raises(CapacityError):
+        use(ring, key).__enter__()
+    with pytest.raises(ApiError, match="8 at once"):
+        use(ring, key, num_choices=9).__enter__()
+
+
+def test_doors_that_come_and_go_change_what_a_door_grants() -> None:
+    num_doors, clock = 1, ManualClock()
+    key = key_of("a", tokens_per_minute=60)
+    ring = KeyRing([key], clock, num_doors=lambda: num_doors)
+    with use(ring, key, num_prompt_tokens=30):
+        pass
+    num_doors = 2
+    with pytest.raises(CapacityError, match="60 tokens per minute, 30 by this one of 2 doors") as refused:
+        use(ring, key).__enter__()
+    assert refused.value.retry_after_s == pytest.approx(2.0), "one token, at thirty a minute"
+    num_doors = 1
+    with use(ring, key):
+        pass
+    num_doors = 100
+    clock.advance(60 * 60)
+    with use(ring, key):
+        pass
+
+
+def test_the_rate_holds_over_all_doors_together() -> None:
+    generator, clock = random.Random(5), ManualClock()
+    key = key_of("a", tokens_per_minute=600)
+    rings = [KeyRing([key], clock, num_doors=lambda: len(rings)) for _ in range(3)]
+    metrics = DoorMetrics()
+    for _ in range(4000):
+        usage = generator.choice(rings).usage(
+            key, num_choices=1, num_prompt_tokens=generator.randrange(200), metrics=metrics
+        )
+        with contextlib.suppress(CapacityError), usage:
+            usage.charge(generator.randrange(400))
+        clock.advance(generator.random() * 10)
+    minutes = clock.now_s() / 60
+    num_used = metrics.api_key_tokens.labels(key.name)._value.get()
+    assert 0.95 * 600 * minutes < num_used < 600 * (minutes + 1) + 3 * 600
 
 
 REFUSALS = [
@@ -270,7 +339,7 @@ def test_keys_change_while_the_server_runs(tmp_path: Path, caplog: pytest.LogCap
                 await asyncio.sleep(0.001)
 
     async def run() -> None:
-        following = asyncio.create_task(follow_api_keys(file, door.ring, interval_s=0.001))
+        following = asyncio.create_task(follow_api_keys(ApiKeysFile(file), door.ring, interval_s=0.001))
         try:
             await until(200, text)
             assert (await door.asked(other_text)).status_code == 401
@@ -585,3 +654,31 @@ def test_time_runs_while_a_text_waits_to_be_read(path: str) -> None:
         assert 0 < request.timeout_s < 19.95, "what has passed is no more there"
 
     asyncio.run(run())
+
+
+def test_while_keys_are_unread_nobody_is_let_in_and_nobody_is_called_wrong() -> None:
+    ring = KeyRing(None)
+    passed: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        passed.append(scope)
+
+    def ask(path: str) -> None:
+        scope = {"type": "http", "path": path, "headers": [(b"authorization", b"Bearer right")]}
+        asyncio.run(ApiKeys(app, ring)(scope, None, None))
+
+    assert ring.is_asked_for
+    ring.note_unread("keys.txt cannot be read")
+    for path in ("/v1/models", "/v1/completions", "/v1/status"):
+        with pytest.raises(ApiError) as refused:
+            ask(path)
+        assert (refused.value.status, refused.value.detail.code) == (503, "api_keys_unread")
+    ask("/health")
+    ask("/metrics")
+    assert len(passed) == 2
+    assert ring.why_unread == "keys.txt cannot be read"
+    ring.replace([key_of("right")])
+    ring.note_unread("keys.txt is gone")
+    assert ring.why_unread is None, "what was read last stays"
+    ask("/v1/models")
+    assert len(passed) == 3
