@@ -64,6 +64,15 @@ def replica_class() -> Any:
     return own
 
 
+def replica_of(config: DrafthouseConfig, settings: DoorSettings) -> Any:
+    """Return a door's replica; its end is awaited where there is one, and not called when it is collected."""
+    behind = ingress.ModelBehind(
+        target=config.target, cluster=config.cluster, settings=settings, generation=""
+    )
+    kind = type("Replica", (replica_class(),), {"__del__": lambda self: None})
+    return kind((behind,), config.http.api_keys_file, object())
+
+
 def test_a_door_reads_its_keys_itself_and_follows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,13 +87,7 @@ def test_a_door_reads_its_keys_itself_and_follows_them(
     assert not settings.api_keys
 
     async def run() -> None:
-        own = replica_class()
-        behind = ingress.ModelBehind(
-            target=config.target, cluster=config.cluster, settings=settings, generation=""
-        )
-        # Its end is awaited below, and not called when it is collected.
-        kind = type("Replica", (own,), {"__del__": lambda self: None})
-        replica = kind((behind,), config.http.api_keys_file, object())
+        replica = replica_of(config, settings)
         app = await replica.__serve_build_asgi_app__()
         usages = [
             replica._ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=DoorMetrics())
@@ -114,7 +117,7 @@ def test_a_door_reads_its_keys_itself_and_follows_them(
         replica._services[0].is_healthy = False
         with pytest.raises(RuntimeError, match="channel's thread"):
             replica.check_health()
-        await own.__del__(replica)
+        await replica_class().__del__(replica)
         assert not any(service.is_open for service in replica._services)
         await asyncio.sleep(0)
         assert replica._tasks
@@ -144,12 +147,7 @@ def test_a_door_that_cannot_read_its_keys_accepts_none_until_it_can(
         file.write_text("old sk-somebodys\n" if broken == "wrong" else "")
 
     async def run() -> None:
-        own = replica_class()
-        behind = ingress.ModelBehind(
-            target=config.target, cluster=config.cluster, settings=settings, generation=""
-        )
-        kind = type("Replica", (own,), {"__del__": lambda self: None})
-        replica = kind((behind,), config.http.api_keys_file, object())
+        replica = replica_of(config, settings)
         app = await replica.__serve_build_asgi_app__()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
 
@@ -173,6 +171,6 @@ def test_a_door_that_cannot_read_its_keys_accepts_none_until_it_can(
                     await asyncio.sleep(0.01)
             assert (await ask(revoked)).status_code == 401
             assert (await client.get("/health")).status_code == 200
-        await own.__del__(replica)
+        await replica_class().__del__(replica)
 
     asyncio.run(run())
