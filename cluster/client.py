@@ -90,6 +90,7 @@ class ClusterService:
             routing=cluster.routing,
             may_be_none=wake is not None,
             max_groups=cluster.target_groups.max_groups,
+            max_message_bytes=cluster.channels.max_message_bytes,
         )
         self._wake = wake
         self._waking: asyncio.Task[None] | None = None

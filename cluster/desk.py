@@ -26,7 +26,6 @@ from specdec.core.error_codes import (
     OUTPUT_TOO_LARGE,
     SHUTTING_DOWN,
     TARGET_LOST,
-    TIMED_OUT,
 )
 from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.ids import Epoch, RequestId
@@ -604,9 +603,8 @@ class RequestDesk:
             if stream is not None and stream.epoch == epoch and stream.is_admitted:
                 self._beginning = stream
                 try:
-                    engine.add_request(_without_first_token_limit(stream.rest(self._clock.now_s())))
-                except LateError as error:
-                    self._end(stream, f"the target was lost, and there is no time left: {error}", TIMED_OUT)
+                    rest = stream.rest(self._clock.now_s())
+                    engine.add_request(msgspec.structs.replace(rest, was_admitted=True))
                 except CapacityError:
                     self._beginning = None
                     return False
@@ -657,14 +655,6 @@ class RequestDesk:
     ) -> None:
         refusal = Refused(request.request_id, request.epoch, kind, message, param, retry_after_s)
         self._send(ingress, refusal)
-
-
-def _without_first_token_limit(request: Request) -> Request:
-    """Return a request that has been taken in: its limit was for that."""
-    slo = request.slo
-    if slo is None or slo.ttft_ms is None:
-        return request
-    return msgspec.structs.replace(request, slo=msgspec.structs.replace(slo, ttft_ms=None))
 
 
 def _has_run(output: RequestOutput) -> bool:

@@ -45,6 +45,11 @@ _LONGEST_WAIT_S = 30.0
 _FORGIVEN_AFTER_S = 120.0
 _MAX_ATTEMPTS = 8
 """To start a worker anew. After so many, in a minute or more, it is this place that cannot have one."""
+_REFUSALS = ("refused_entries", "outgrown_sequences")
+"""Of a worker's counters: requests that it had no place or no memory for."""
+_FULL_S = 10.0
+"""For how long a worker counts as full behind each refusal, beside the longest time between two attempts of
+coordinators: as long as they go on in vain, Serve's mean over its reports is that of a full pool."""
 _NEWS_S = 5.0
 """How often it is announced, at most, what the draft model has learnt: every member hears of it."""
 
@@ -77,6 +82,7 @@ class DraftPoolReplica:
         """Workers that have been ready, one after the other."""
         self._member: Member | None = None
         self._counters: dict[str, float] = {}
+        self._full_until_s = 0.0
         self._demands: tuple[DraftDemand, ...] = ()
         self._announced_s = 0.0
         self._learning: DraftLearning | None = None
@@ -109,7 +115,13 @@ class DraftPoolReplica:
             raise RuntimeError("the directory's thread has ended")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the autoscaling policy wants to know of this replica, and of the coordinators."""
+        """What the autoscaling policy wants to know of this replica, and of the coordinators.
+
+        A worker that refuses requests beside those that it has is full, whatever places it has left: those
+        are short of memory.
+        """
+        if time.monotonic() < self._full_until_s:
+            return {**pool_stats(self._demands), "usage": 1.0}
         shares = self._cluster.draft_shares(self._engine.scheduler.max_num_seqs)
         places = shares.max_sequences or 1
         usage = self._counters.get("num_sequences", 0.0) / places
@@ -151,6 +163,7 @@ class DraftPoolReplica:
         if self._learning is not None:
             self._learning.begin(worker)
         self._num_workers += 1
+        self._counters = {}  # of the worker before
         self._worker_id, self._told = worker_id, None
         self._tell_who_may_speak(worker)
         self._announce(
@@ -189,6 +202,15 @@ class DraftPoolReplica:
     def _announce(self, member: Member) -> None:
         self._member = member
         self._directory.announce(member)
+
+    def _note_counters(self, counters: dict[str, float]) -> None:
+        """Keep what a worker counted, and note whether it has refused requests since the last time."""
+        before, self._counters = self._counters, counters
+        num_refused = sum(counters.get(name, 0.0) - before.get(name, 0.0) for name in _REFUSALS)
+        # A worker that has nothing else refuses what is too long for it: no other one would take that.
+        if num_refused > 0 and counters.get("num_sequences", 0.0) > 0:
+            wait_s = self._cluster.draft_pool.deadlines.max_retry_s
+            self._full_until_s = time.monotonic() + _FULL_S + wait_s
 
     def _follow_compiling(self, worker: WorkerHandle) -> None:
         """Announce what has become of the part of compiling that was left for idle times."""
@@ -233,7 +255,7 @@ class DraftPoolReplica:
             try:
                 assert self._worker is not None
                 self._tell_who_may_speak(self._worker)
-                self._counters = self._health_of(self._worker)
+                self._note_counters(self._health_of(self._worker))
                 self._follow_compiling(self._worker)
                 if self._learning is not None:
                     self._follow_learning(self._worker, self._learning)

@@ -165,7 +165,10 @@ class EngineLoop:
             self._held = engine, outputs
             return True
         engine.read_texts()
-        return not self._desk.deliver(outputs)
+        is_lost = self._desk.deliver(outputs) or engine.is_lost  # which nobody may be there to hear of
+        if engine.loss is not None:
+            logger.warning("the target is lost: %s", engine.loss)
+        return not is_lost
 
     def _deliver_held(self) -> None:
         """Send on what the last round brought.

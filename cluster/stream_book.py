@@ -54,7 +54,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
 from specdec.kv.caching_allocator import BlockKey
-from specdec.transport.base import Envelope, PeerId, PeerLost
+from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
     Admitted,
@@ -66,12 +66,17 @@ from specdec.transport.messages import (
     Refused,
     SubmitRequest,
     Welcome,
+    encode,
 )
 
 Sink = Callable[[RequestOutput | DrafthouseError], None]
 
 _RETRY_AFTER_S = 2.0
 """What a client is told when no coordinator is there."""
+_TOKEN_BYTES = 5
+"""A token id in a message, at most."""
+_HEAD_BYTES = 64
+"""What the numbers of a submission that change on the way may grow by."""
 _MOST_EPOCHS = 3
 """Attempts beyond the first that are told apart in what is counted."""
 _FULL_RETRY_AFTER_S = 10.0
@@ -152,12 +157,15 @@ class StreamBook:
         routing: RoutingConfig | None = None,
         may_be_none: bool = False,
         max_groups: int = 1,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """With `may_be_none`, streams wait for a coordinator where there is none: one is started for them.
 
         Elsewhere new ones wait, too, but only while there is doubt (`KnownCoordinators`). No more of them
         wait than `max_groups` coordinators would take in, by what the last that was heard has said.
+        `max_message_bytes` is the longest message that can be sent.
         """
+        self._max_message_bytes = max_message_bytes
         self._routing = routing or RoutingConfig()
         self._routes = PrefixRoutes(self._routing)
         self._send = send
@@ -236,10 +244,11 @@ class StreamBook:
             NotReadyError: no coordinator is there that takes requests.
             CapacityError: none is, and those who wait for one are too many already.
             RequestFailed: it has ended as `request_failed_repeatedly`, and its client has come back.
-            InputError: the request id is in use.
+            InputError: the request id is in use, or the request is too long to be sent to a coordinator.
         """
         if request.request_id in self._streams:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
+        self._require_room(request)
         resumption = request.resumption
         if resumption is not None and self.has_failed([resumption.name], resumption.proof):
             raise ended_before()
@@ -267,6 +276,21 @@ class StreamBook:
                 stream.give_up_s = self._coordinators.doubtful_until_s
         else:
             self._submit(stream, route)
+
+    def _require_room(self, request: Request) -> None:
+        """Check that a request can be sent now, and with all of its tokens if it has to go on elsewhere."""
+        num_tokens = request.params.max_tokens
+        if self.description is not None:
+            longest = self.description.max_model_len
+            num_tokens = longest if num_tokens is None else min(num_tokens, longest)
+        num_bytes = len(encode(SubmitRequest(request))) + _TOKEN_BYTES * (num_tokens or 0) + _HEAD_BYTES
+        if num_bytes > self._max_message_bytes:
+            raise InputError(
+                f"the request takes {num_bytes} bytes with the tokens that it may generate, and no more than "
+                f"{self._max_message_bytes} can be sent to those who serve it "
+                "(cluster.channels.max_message_bytes): send a shorter one",
+                param=None,
+            )
 
     def has_failed(self, names: Iterable[str], proof: bytes) -> bool:
         """Whether the response of any of these streams is known to have killed who served it."""
@@ -368,6 +392,7 @@ class StreamBook:
         elif output.error_code == DISPLACED:
             message = output.error or "the queue is full"
             refusal = CapacityError(message, retry_after_s=output.retry_after_s or _RETRY_AFTER_S)
+            stream.was_admitted = False  # nobody has promised anything any more
             self._take_full(stream, sender, refusal, goes_on=False)
         else:
             stream.was_admitted = stream.is_admitted = stream.is_in_flight = True
@@ -423,8 +448,7 @@ class StreamBook:
         if refused.kind in ("capacity", "late"):
             kind = LateError if refused.kind == "late" else CapacityError
             refusal = kind(refused.message, retry_after_s=refused.retry_after_s or _RETRY_AFTER_S)
-            goes_on = is_replay and refused.kind == "capacity"
-            self._take_full(stream, coordinator.peer_id, refusal, goes_on=goes_on)
+            self._take_full(stream, coordinator.peer_id, refusal, goes_on=is_replay)
         else:
             self._evict(stream)
 
@@ -638,7 +662,9 @@ class StreamBook:
         rest = stream.request.continued(
             delivered_token_ids=tuple(stream.delivered), elapsed_s=self._clock.now_s() - stream.opened_s
         )
-        request = msgspec.structs.replace(rest, epoch=stream.epoch, num_crashes=len(stream.told))
+        request = msgspec.structs.replace(
+            rest, epoch=stream.epoch, num_crashes=len(stream.told), was_admitted=stream.was_admitted
+        )
         return SubmitRequest(request, stream.num_cleared)
 
     def _finish(self, stream: _Stream, output: RequestOutput) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -72,6 +73,7 @@ class TargetGroup:
         self._proposer: RemoteProposer | None = None
         self._routing: HiddenRouting | None = None
         self._drafters: Sequence[Member] = ()
+        self._telling = threading.Lock()
         self._tensors: PeerAddress | None = None
         self._revision: str | None = None
         self._profile: CostProfile | None = None
@@ -241,11 +243,13 @@ class TargetGroup:
         self._revision = description.revision
 
     def _tell_drafters(self) -> None:
-        drafters, proposer, routing = self._drafters, self._proposer, self._routing
-        if routing is not None:
-            routing.set_inboxes({one.peer_id: one.tensors for one in drafters if one.tensors is not None})
-        if proposer is not None:
-            proposer.set_workers([one.address for one in drafters])
+        """Tell the proposer of the draft workers that there are; who is told last is told the latest."""
+        with self._telling:
+            drafters, proposer, routing = self._drafters, self._proposer, self._routing
+            if routing is not None:
+                routing.set_inboxes({one.peer_id: one.tensors for one in drafters if one.tensors is not None})
+            if proposer is not None:
+                proposer.set_workers([one.address for one in drafters])
 
     def _make_proposer(self, target: RemoteTarget, meanwhile: Callable[[], None]) -> Proposer:
         speculative = self._config.speculative_config

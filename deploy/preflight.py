@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import resource
 import socket
@@ -17,6 +16,7 @@ from cluster.placement import RanksPerModel, left_by, plan_placement, require_pl
 from cluster.pool_drafter import drafter_of_pool
 from deploy.api_keys import read_api_keys
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.loopback import is_loopback
 from deploy.openai.tracing import require_exporter
 from deploy.proxies import HAPROXY_OPEN_FILES, HAPROXY_PORTS
 from deploy.tls import check_tls
@@ -95,16 +95,6 @@ def check_proxy(http: HttpConfig, *, address: str | None) -> None:
                 f"http.proxy: haproxy cannot listen on 127.0.0.1 port {port}, which it needs: "
                 f"{error.strerror}; end what listens there, or write python"
             ) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def check_port(http: HttpConfig) -> None:

@@ -20,6 +20,7 @@ from workers.process import (
     open_tensor_channel,
     prepare_logging,
     prepare_threads,
+    require_own_gpus_used,
     settle_memory,
 )
 from workers.progress import StartListener, StartProgress
@@ -82,6 +83,7 @@ class DraftWorkerProcess:
         from specdec.transport.nccl import nccl_lanes
         from specdec.transport.zmq import ZmqChannel
 
+        require_own_gpus_used(speculative.device)
         started_s = time.monotonic()
         logger.info("loading drafter %s (%d threads)", speculative.model or speculative.method, num_threads)
         self._inbox: HiddenInbox | None = None

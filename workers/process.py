@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import ray
+
 from specdec.kv.host_memory import give_back_freed
 from specdec.transport.base import PeerId
 from workers.logs import make_formatter, mute_imports
@@ -55,6 +57,19 @@ def prepare_logging(name: str) -> None:
     for noisy in ("httpx", "transformers", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     mute_imports()
+
+
+def require_own_gpus_used(device: str) -> None:
+    """Refuse the CPU, which `device: auto` would be without a word, where Ray gave this actor GPUs.
+
+    To be called when threads are prepared: it loads torch.
+
+    Raises:
+        ResourceError: PyTorch sees none of them.
+    """
+    from specdec.model.devices import require_gpus_used
+
+    require_gpus_used(device, len(ray.get_gpu_ids()))
 
 
 def give_way() -> None:

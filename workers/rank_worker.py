@@ -16,7 +16,7 @@ import ray
 
 from specdec.core.errors import UserError
 from specdec.engine.config import EngineConfig
-from workers.process import give_way, prepare_logging, prepare_threads
+from workers.process import give_way, prepare_logging, prepare_threads, require_own_gpus_used
 
 if TYPE_CHECKING:
     from specdec.engine.rank_follower import Role
@@ -28,13 +28,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class RankWorkerProcess:
-    """One rank but the first. Its constructor returns at once; it loads and serves in a thread."""
+    """One rank but the first. It loads and serves in a thread, which its constructor does not wait for."""
 
     def __init__(
         self, role: Role, config: EngineConfig, rank: int, size: int, store: tuple[str, int]
     ) -> None:
         prepare_logging(f"{role}-rank-{rank}")
         prepare_threads(threads_per_rank(_threads(role, config), size))
+        require_own_gpus_used(_device_name(role, config))
         self._thread = threading.Thread(
             target=self._run, args=(role, config, rank, size, store), name="rank", daemon=True
         )
@@ -148,5 +149,8 @@ def _device(role: Role, config: EngineConfig) -> Any:
     """Ray shows each actor the GPUs of its bundle only: the first is this rank's."""
     from specdec.engine.rank_launch import rank_devices
 
-    name = config.target.device if role == "target" else config.speculative_config.device
-    return rank_devices(name, 1)[0]
+    return rank_devices(_device_name(role, config), 1)[0]
+
+
+def _device_name(role: Role, config: EngineConfig) -> str:
+    return config.target.device if role == "target" else config.speculative_config.device

@@ -18,6 +18,7 @@ from workers.process import (
     open_tensor_channel,
     prepare_logging,
     prepare_threads,
+    require_own_gpus_used,
     settle_memory,
 )
 from workers.progress import StartListener, StartProgress
@@ -67,6 +68,7 @@ class TargetWorkerProcess:
         from specdec.transport.nccl import nccl_lanes
         from specdec.transport.zmq import ZmqChannel
 
+        require_own_gpus_used(config.target.device)
         started_s = time.monotonic()
         logger.info("loading target %s (%d threads)", config.target.model, num_threads)
         progress = StartProgress("target", listener)

@@ -56,7 +56,8 @@ class DraftScalingConfig(PaceConfig):
     """Most draft workers."""
     target_utilization: float = Field(default=0.8, gt=0, le=1)
     """More workers may be wanted when the pool drafts for a larger share of the time, or has a larger share
-    of its places taken (`shares.max_sequences`)."""
+    of its places taken (`shares.max_sequences`). A worker that refuses requests, for want of memory too,
+    counts as full."""
     min_gain: float = Field(default=0.05, ge=0, lt=1)
     """More workers are wanted only if one more could bring at least this share of goodput; fewer, if one less
     would cost less than half of it."""

@@ -18,7 +18,7 @@ class PoolLoad:
     num_requests: float = 0.0
     """That run or wait, in all target groups."""
     usage: float = 0.0
-    """Requests in the pool over those that it takes, 0 to 1."""
+    """Requests in the pool over those that it takes, 0 to 1; workers that refuse some count as full."""
     utilization: float = 0.0
     """Share of the time in which its workers draft."""
     wait_share: float = 0.0

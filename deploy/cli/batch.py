@@ -20,6 +20,7 @@ from deploy.batch.runner import BatchOptions, BatchRunner
 from deploy.cli.border import EXIT_FAILED
 from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
 from deploy.cli.progress import as_typed, shown
+from deploy.loopback import direct_mounts
 from specdec.core.errors import ConfigError, UserError
 from specdec.engine.config import EngineConfig
 
@@ -117,6 +118,7 @@ async def _client(command: BatchCommand, console: Console) -> AsyncIterator[http
         headers=authorization(command.api_key),
         timeout=httpx.Timeout(_CONNECT_S, read=command.timeout_s, pool=None),
         limits=httpx.Limits(max_connections=command.options.concurrency),
+        mounts=direct_mounts(url),
     ) as client:
         await _check(client, url)
         yield client

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
 from deploy.cli.status_view import view_of
+from deploy.loopback import direct_mounts
 from deploy.status import OBJECT, STATUS_PATH, Status
 from specdec.core.errors import DrafthouseError, UserError
 
@@ -51,6 +52,7 @@ def show_status(options: StatusOptions) -> None:
         headers=authorization(options.api_key),
         timeout=_TIMEOUT_S,
         verify=not options.is_any_certificate_taken,
+        mounts=direct_mounts(url),
     ) as client:
         if options.interval_s is None:
             _print(fetch(client, url), url, as_json=options.as_json)

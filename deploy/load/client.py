@@ -9,6 +9,8 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+from deploy.loopback import is_loopback
+
 _IDLE_S = 3.0
 """Connections are not used again after that. uvicorn closes them after 5 s, and who sends on one that is
 just being closed has a failure that is nobody's fault."""
@@ -40,9 +42,12 @@ def load_client(
 
 
 def proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment names for a URL (`HTTP_PROXY`, `HTTPS_PROXY`, `NO_PROXY`)."""
+    """Return the proxy that the environment names for a URL (`HTTP_PROXY`, `HTTPS_PROXY`, `NO_PROXY`).
+
+    None is asked for what is on this machine: it would look for that on its own.
+    """
     parts = httpx.URL(url)
-    if proxy_bypass(parts.host):
+    if is_loopback(parts.host) or proxy_bypass(parts.host):
         return None
     proxies = getproxies()
     return proxies.get(parts.scheme) or proxies.get("all")

@@ -11,6 +11,8 @@ from deploy.load.arrivals import Arrival, Length
 
 Endpoint = Literal["completions", "chat"]
 PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_LIMITS: Mapping[Endpoint, str] = {"completions": "max_tokens", "chat": "max_completion_tokens"}
+"""Fields that bound an answer. Some servers refuse chats with the other one."""
 _FREQUENT_WORDS = """
 the of and to in is that for it as was with be by on not he his but at are this have from or had an
 they which one you were her all she there would their we him been has when who will more no if out so
@@ -48,7 +50,7 @@ class Workload:
     """Made-up prompts are random token ids below this, so that their length is exact."""
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of every body."""
+    """Further fields of every body. A bound on answers among them takes the place of `output_length`."""
 
     def plan(self, arrivals: Sequence[Arrival]) -> list[PlannedRequest]:
         """Return the requests: the same arrivals and seed give the same."""
@@ -68,10 +70,11 @@ class Workload:
             if self.endpoint == "completions"
             else {"messages": [{"role": "user", "content": prompt}]}
         )
+        is_bounded = not self.extra.keys().isdisjoint(_LIMITS.values())
         return {
             "model": self.model,
             **content,
-            "max_tokens": output_length,
+            **({} if is_bounded else {_LIMITS[self.endpoint]: output_length}),
             "seed": self.seed + index,
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -13,6 +13,7 @@ _5M, _10M, _15M, _30M, _6H = (
 )
 _OF_TARGET, _OF_DRAFT = 'part="target"', 'part="draft"'
 _COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
+_NO_ROOM, _WITH_DRAFTS = 'reason=~"place|memory"', 'k!="0"'
 
 _FEW_FAILURES = 2.5
 """In the long window: three are more. An increase is that of the samples, stretched to the whole window."""
@@ -172,13 +173,14 @@ def speculation_alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             name="DrafthouseDraftPoolFull",
-            expression=f"{_15M.increase('draft_sequences_refused')} > 0 and "
-            f"{_5M.gauge('draft_pool_usage_perc')} > 0.95",
+            # Of requests that rounds were to have drafts for. Memory may be short while places are free.
+            expression=f"{_15M.rate('fallback_requests_by_reason', where=_NO_ROOM)} / "
+            f"{_15M.rate('speculation_request_rounds', where=_WITH_DRAFTS)} > 0.05",
             lasting="15m",
             severity="info",
             summary="{{ $labels.job }}: the draft pool is full",
-            description="Draft workers of {{ $labels.job }} have no place for more requests, which go on "
-            "without drafts.",
+            description="Draft workers of {{ $labels.job }} have no place, or no memory, for {{ $value | "
+            "humanizePercentage }} of the requests that rounds are to have drafts for. These go on without.",
         ),
         Alert(
             name="DrafthouseDraftPoolNotWorth",

@@ -69,6 +69,12 @@ class Scope:
         exported = _checked(name, "gauge")
         return self._together(self._selector(PREFIX + name, where, exported), exported, by)
 
+    def mean_gauge(self, name: str) -> str:
+        """Return the value of a gauge that engines add up, of several models the mean: of a share of time."""
+        exported = _checked(name, "gauge")
+        selector = self._selector(PREFIX + name, "", exported)
+        return self._together(selector, exported._replace(combination="mean"), ())
+
     def lowest(self, name: str, *, where: str = "") -> str:
         """Return the least that a gauge was within the window, of those with more labels the sum."""
         exported = _checked(name, "gauge")

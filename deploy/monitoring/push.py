@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from grafana_client import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError
 
+from deploy.loopback import is_loopback
 from specdec.core.errors import DrafthouseError, UserError
 
 Change = Literal["created", "updated", "unchanged"]
@@ -63,6 +64,8 @@ def push_dashboards(
     """
     base = _checked_url(url)
     api = GrafanaApi.from_url(base, credential=token, timeout=_TIMEOUT_S)
+    if is_loopback(urlsplit(base).hostname or ""):
+        api.client.s.trust_env = False  # a proxy of the environment would look for it on its own machine
     with closing(api.client.s):
         progress(f"looking for folder {folder}")
         with _readable(base, f"use folder {folder!r}"):

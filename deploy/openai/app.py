@@ -38,10 +38,12 @@ from deploy.openai.pace import Pace
 from deploy.openai.paths import HEALTH_PATH, METRICS_PATH
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
+    ENCODING_HEADER,
     TIMEOUT_HEADER,
     BodyT,
     PreparedRequest,
     ResponseIdentity,
+    check_encoding,
     limited,
     model_not_found,
     owned,
@@ -67,6 +69,8 @@ from specdec.transport.status import ServiceStatus
 from workers.logs import add_log_context
 
 _METRICS_TIMEOUT_S = 5.0
+_READING = ["GET", "HEAD"]
+"""Methods of routes that change nothing. Monitors and load balancers send HEAD."""
 ServiceT_co = TypeVar("ServiceT_co", bound=GenerationService, covariant=True)
 logger = logging.getLogger(__name__)
 
@@ -141,12 +145,12 @@ def create_app(
     )
     app.add_api_route("/v1/completions", door.completions, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", door.chat_completions, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/models", door.models, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models/{model:path}", door.model, methods=["GET"], response_model=None)
-    app.add_api_route(STATUS_PATH, door.status, methods=["GET"], response_model=None)
-    app.add_api_route(HEALTH_PATH, door.health, methods=["GET"], response_model=None)
-    app.add_api_route(METRICS_PATH, door.prometheus, methods=["GET"], response_model=None)
-    app.add_api_route(OPENAPI_PATH, door.document, methods=["GET"], response_model=None)
+    app.add_api_route("/v1/models", door.models, methods=_READING, response_model=None)
+    app.add_api_route("/v1/models/{model:path}", door.model, methods=_READING, response_model=None)
+    app.add_api_route(STATUS_PATH, door.status, methods=_READING, response_model=None)
+    app.add_api_route(HEALTH_PATH, door.health, methods=_READING, response_model=None)
+    app.add_api_route(METRICS_PATH, door.prometheus, methods=_READING, response_model=None)
+    app.add_api_route(OPENAPI_PATH, door.document, methods=_READING, response_model=None)
     app.add_exception_handler(HTTPException, _http_failure)
     app.state.snapshot = door.snapshot
     return app
@@ -178,7 +182,9 @@ class _Door:
         return _json(ModelList(data=[self._card(model) for model in loaded]))
 
     async def model(self, model: str) -> Response:
-        """GET /v1/models/{id}."""
+        """GET /v1/models/{id}; without an id, as GET /v1/models."""
+        if not model:
+            return await self.models()
         self._require_any()
         return _json(self._card(self._chosen(model)))
 
@@ -315,6 +321,7 @@ class _Door:
         """Read a request and answer it. Its time runs from here on, also where its text waits to be read."""
         self._require_any()
         data = await http.body()
+        check_encoding(http.headers.getlist(ENCODING_HEADER))
         now_s = asyncio.get_running_loop().time
         arrived_s = now_s()
         with self._ring.preparing(_key_of(http), self.metrics):
@@ -440,7 +447,7 @@ def _event_id(http: HttpRequest) -> tuple[EventId | None, ResponseIdentity | Non
 def _cross_origin(settings: DoorSettings) -> dict[str, Any]:
     return {
         "allow_origins": settings.allowed_origins,
-        "allow_methods": ("GET", "POST"),
+        "allow_methods": (*_READING, "POST"),
         "allow_headers": ("*",),  # those of OpenAI's library are many, and no page sends what it may not
         "expose_headers": (RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, TRACE_ID_HEADER),
     }

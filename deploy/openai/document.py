@@ -27,6 +27,7 @@ _REFUSED_BODIES = _REFUSALS | {
     "408": "The body did not arrive in time.",
     "410": "A stream cannot be resumed any more.",
     "413": "The body is too long.",
+    "415": "The body is compressed, which nothing here undoes.",
     "429": "The queue is full, or the API key is at a limit.",
     "504": "The request was not complete in its time.",
 }

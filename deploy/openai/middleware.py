@@ -15,11 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.errors import ApiError, api_error_of, internal_error, keys_unread
 from deploy.openai.keys import ApiKey, KeyRing
-from deploy.openai.metrics import DoorMetrics
-from deploy.openai.paths import is_open
+from deploy.openai.metrics import GENERATING_ROUTES, DoorMetrics
+from deploy.openai.paths import is_open, route_path
 
 CLIENT_CLOSED_REQUEST = 499
 """Status that is counted, never sent: there is nobody to send it to."""
+_SERVER_FAULT = 500
 _DRAIN_S = 5.0
 _DRAIN_TIMES_LIMIT = 16
 logger = logging.getLogger(__name__)
@@ -60,8 +61,21 @@ class Border:
                 api_error = internal_error()
             await api_error.response()(scope, receive, send_noting_status)
         finally:
-            route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http_requests.labels(route, str(status or CLIENT_CLOSED_REQUEST)).inc()
+            status = status or CLIENT_CLOSED_REQUEST
+            self._metrics.http_requests.labels(_counted_route(scope, status), str(status)).inc()
+
+
+def _counted_route(scope: Scope, status: int) -> str:
+    """Return the route that a request is counted under. What is refused before one was looked for has none.
+
+    Requests for text that fail there, because it is not known which keys are accepted, fail what was promised
+    nevertheless. Those of strangers, who are refused there, too, would make that share small.
+    """
+    route = getattr(scope.get("route"), "path", None)
+    if route is not None:
+        return str(route)
+    path = route_path(scope)
+    return path if status >= _SERVER_FAULT and path in GENERATING_ROUTES else "other"
 
 
 class ApiKeys:

@@ -32,6 +32,7 @@ from deploy.openai.fields import (
 from deploy.openai.grammars import GrammarFields
 from deploy.openai.tools import (
     MAX_TOOLS,
+    AllowedChoice,
     EarlierCall,
     NamedChoice,
     Tool,
@@ -282,6 +283,13 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     """Whether the tokenizer may add its own tokens (BOS) to text prompts."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_empty_prompt(cls, data: Any) -> Any:
+        """`null` is the prompt of no text: what the tokenizer puts in front of any."""
+        is_null = isinstance(data, dict) and "prompt" in data and data["prompt"] is None
+        return {**data, "prompt": ""} if is_null else data
+
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
         if self.best_of is not None and self.best_of < self.n:
@@ -314,6 +322,20 @@ class TextPart(BodyPart):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Any = None
+    """Accepted and ignored: every prompt is looked for in the prefix cache."""
+
+
+class RefusalPart(BodyPart):
+    """One part of what the assistant has said: text as well."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
 
 
 def _content_kind(value: object) -> str:
@@ -321,13 +343,23 @@ def _content_kind(value: object) -> str:
     return "<parts>" if isinstance(value, list) else "<text>"
 
 
-_EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call", "refusal"})
+def _part_kind(value: object) -> str:
+    """As `_content_kind`: what is no refusal is meant to be text."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<refusal>" if kind == "refusal" else "<text>"
+
+
+_EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call"})
+_REFUSAL = "refusal"
 _PARSED = "parsed"
 """What OpenAI's library has made of the content of a reply that it parses: nothing new."""
 
 
 _Text = Annotated[str, Tag("<text>")]
-_Parts = Annotated[list[TextPart], Field(fail_fast=True), Tag("<parts>")]
+_Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_part_kind)
+]
+_Parts = Annotated[list[_Part], Field(fail_fast=True), Tag("<parts>")]
 
 
 class ChatMessage(BodyPart):
@@ -336,7 +368,10 @@ class ChatMessage(BodyPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """`developer` is treated as `system`; `tool` gives the result of a call."""
     content: Annotated[_Text | _Parts, Discriminator(_content_kind)]
-    """The text, or parts whose texts are joined by newlines. Only a message with calls may do without."""
+    """The text, or parts whose texts are joined by newlines. Only a message with calls or with a refusal
+    may do without."""
+    refusal: str | None = None
+    """What the assistant has said in place of an answer, or behind it: text like its content."""
     name: str | None = None
     """Passed to the chat template, which may ignore it."""
     tool_calls: list[EarlierCall] = Field(default_factory=list, fail_fast=True)
@@ -350,19 +385,30 @@ class ChatMessage(BodyPart):
         """Clients echo an assistant message back with all the empty fields that a response has, and more."""
         if not isinstance(data, dict):
             return data
+        dropped = set(_EMPTY_REPLY_FIELDS)
         for name in _EMPTY_REPLY_FIELDS:
             if data.get(name) not in (None, []):
                 raise ValueError(f"{name} is not supported yet")
-        dropped = _EMPTY_REPLY_FIELDS | ({_PARSED} if data.get("role") == "assistant" else set())
+        if data.get(_REFUSAL) in ("", []):
+            dropped.add(_REFUSAL)
+        if data.get("role") == "assistant":
+            dropped.add(_PARSED)
         kept = {name: value for name, value in data.items() if name not in dropped}
-        if kept.get("tool_calls") and kept.get("content") is None:
+        if (kept.get("tool_calls") or kept.get(_REFUSAL)) and kept.get("content") is None:
             kept["content"] = ""
         return kept
 
     @model_validator(mode="after")
     def _check_roles(self) -> Self:
-        if self.tool_calls and self.role != "assistant":
+        if self.role == "assistant":
+            return self
+        if self.tool_calls:
             raise ValueError("tool_calls are for messages of the assistant")
+        has_refused_part = not isinstance(self.content, str) and any(
+            isinstance(part, RefusalPart) for part in self.content
+        )
+        if self.refusal is not None or has_refused_part:
+            raise ValueError("refusals are for messages of the assistant")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -381,10 +427,12 @@ class ChatMessage(BodyPart):
 
     @property
     def text(self) -> str:
-        """The content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "\n".join(part.text for part in self.content)
+        """The content and the refusal as one string."""
+        content = self.content
+        texts = [content] if isinstance(content, str) else [part.text for part in content]
+        if self.refusal is not None:
+            texts = [*filter(None, texts), self.refusal]
+        return "\n".join(texts)
 
 
 class ChatBody(GenerationBody):
@@ -403,7 +451,8 @@ class ChatBody(GenerationBody):
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     """Functions that the model may call."""
     tool_choice: ToolChoice = "auto"
-    """none: no calls; auto: as the model likes; required: calls and nothing else; or the function to call."""
+    """none: no calls; auto: as the model likes; required: calls and nothing else; or the function to call, or
+    those of `tools` that may be called."""
     parallel_tool_calls: bool = True
     """Whether a reply may hold several calls; if not, others than its first are dropped."""
 
@@ -425,13 +474,15 @@ class ChatBody(GenerationBody):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InputError("tools names a function twice", param="tools")
-        if not self.is_call_forced:
+        if isinstance(self.tool_choice, str) and not self.is_call_forced:
             return self
         if not self.tools:
             raise InputError("tool_choice needs tools", param="tool_choice")
-        if self.called_name is not None and self.called_name not in names:
-            raise InputError(f"tool_choice: {self.called_name!r} is not one of tools", param="tool_choice")
-        if super().grammar is not None:
+        unknown = next((name for name in self._chosen_names if name not in names), None)
+        if unknown is not None:
+            raise InputError(f"tool_choice: {shown(unknown)} is not one of tools", param="tool_choice")
+        # A response_format is for text, and there is none where calls are forced.
+        if self.is_call_forced and super().grammar is not None and not self.has_response_format:
             raise InputError(
                 "a tool_choice that forces a call cannot be combined with another grammar",
                 param="tool_choice",
@@ -443,7 +494,7 @@ class ChatBody(GenerationBody):
         """What the chat template is told of the tools; None: nothing."""
         if not self.reads_calls:
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [tool.model_dump(exclude_none=True) for tool in self._allowed_tools]
 
     @property
     def reads_calls(self) -> bool:
@@ -451,8 +502,15 @@ class ChatBody(GenerationBody):
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def callable_names(self) -> frozenset[str]:
+        """The functions that calls in a reply may name; what names another one is text."""
+        return frozenset(tool.function.name for tool in self._allowed_tools)
+
+    @property
     def is_call_forced(self) -> bool:
         """Whether the reply has to be calls and nothing else."""
+        if isinstance(self.tool_choice, AllowedChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice not in ("none", "auto")
 
     @property
@@ -461,14 +519,31 @@ class ChatBody(GenerationBody):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
 
     @property
+    def _allowed_tools(self) -> list[Tool]:
+        if not isinstance(self.tool_choice, AllowedChoice):
+            return self.tools
+        names = self._chosen_names
+        return [tool for tool in self.tools if tool.function.name in names]
+
+    @property
+    def _chosen_names(self) -> list[str]:
+        """The functions that `tool_choice` names; none where it is a word."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, AllowedChoice):
+            return [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        return []
+
+    @property
     def grammar(self) -> Grammar | None:
         """What the output must look like; None: anything."""
+        tools, is_parallel = self._allowed_tools, self.parallel_tool_calls
         if self.is_call_forced:
-            return forced_calls(self.tools, name=self.called_name, is_parallel=self.parallel_tool_calls)
+            return forced_calls(tools, name=self.called_name, is_parallel=is_parallel)
         grammar = super().grammar
         if grammar is None or not self.reads_calls or not self.has_response_format:
             return grammar
-        return answer_or_calls(grammar, self.tools, is_parallel=self.parallel_tool_calls)
+        return answer_or_calls(grammar, tools, is_parallel=is_parallel)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from deploy.openai.bodies import Lossy
-from deploy.openai.errors import ApiError, input_error_of
+from deploy.openai.errors import ApiError, input_error_of, shown
 from deploy.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import DoorTokenizer
@@ -34,6 +34,9 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Longest time for a request in seconds, as `timeout_s` in its body."""
+ENCODING_HEADER = "Content-Encoding"
+_LEAST_TEMPERATURE = 1e-4
+"""What the engine takes beside 0."""
 _LEAST_TIME_S = 1e-3
 _TIME_DIGITS = 8
 _RANDOM_BYTES = 12
@@ -244,6 +247,22 @@ def _check_model(body: GenerationBody, description: TargetDescription, settings:
         raise model_not_found(body.model, served)
 
 
+def check_encoding(encodings: Iterable[str]) -> None:
+    """Check the `Content-Encoding` of a body: all of those that were given leave it as it is.
+
+    Raises:
+        ApiError: 415: one does not, and nothing here undoes it.
+    """
+    for encoding in (one.strip() for value in encodings for one in value.split(",")):
+        if encoding.lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"{ENCODING_HEADER} {shown(encoding)} is not supported: send the body as it is.",
+                param=ENCODING_HEADER,
+                code="unsupported_encoding",
+            )
+
+
 def model_not_found(asked: str, *served: str) -> ApiError:
     """Return the 404 for a model that is not loaded."""
     return ApiError(
@@ -266,13 +285,13 @@ async def _tokenize_prompts(
     token_ids = []
     for index, item in enumerate(items):
         param = "prompt" if is_single else f"prompt[{index}]"
-        if not item:
-            raise InputError(f"{param} must not be empty", param=param)
         if isinstance(item, str):
             token_ids.append(await tokenizer.encode(item, add_special_tokens=body.add_special_tokens))
             await asyncio.sleep(0)  # short ones are encoded in the event loop, and there may be many
         else:
             token_ids.append(tuple(item))  # type: ignore[arg-type]  # the protocol checked the shapes
+        if not token_ids[-1]:  # of a text without characters there may be what begins every text
+            raise InputError(f"{param} must not be empty: it has no tokens", param=param)
     return token_ids
 
 
@@ -290,12 +309,17 @@ async def _prompt_texts(
 
 
 def _check_num_choices(num_choices: int, body: GenerationBody, settings: DoorSettings) -> None:
-    if num_choices > settings.max_choices:
-        param = "n" if body.num_streams == body.n else "best_of"
+    if num_choices <= settings.max_choices:
+        return
+    if body.num_streams == 1:
         raise InputError(
-            f"{param} times the number of prompts must be at most {settings.max_choices}, got {num_choices}",
-            param=param,
+            f"prompt must hold at most {settings.max_choices} prompts, got {num_choices}", param="prompt"
         )
+    param = "n" if body.num_streams == body.n else "best_of"
+    raise InputError(
+        f"{param} times the number of prompts must be at most {settings.max_choices}, got {num_choices}",
+        param=param,
+    )
 
 
 def _prepared(
@@ -394,10 +418,11 @@ def _sampling_params(
     bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     max_tokens, max_tokens_param = _max_tokens(body)
+    temperature, top_k, top_p = _choice_of_tokens(body)
     params = SamplingParams(
-        temperature=body.temperature,
-        top_k=body.top_k,
-        top_p=body.top_p,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty,
@@ -433,6 +458,19 @@ def _sampling_params(
     # no top_k (and any number of digits fits the wire then).
     top_k = None if params.top_k is not None and params.top_k >= description.vocab_size else params.top_k
     return msgspec.structs.replace(params, n=1, best_of=None, seed=None, top_k=top_k)
+
+
+def _choice_of_tokens(body: GenerationBody) -> tuple[float, int | None, float]:
+    """Return temperature, top_k and top_p, with what is as good as greedy in the engine's words for it.
+
+    Clients of other servers write it so: a temperature too small to divide by, or the set of tokens with no
+    mass at all, which is the most likely one.
+    """
+    temperature = 0.0 if 0 < body.temperature < _LEAST_TEMPERATURE else body.temperature
+    if body.top_p != 0:
+        return temperature, body.top_k, body.top_p
+    # One that is not right stays, to be refused.
+    return temperature, 1 if body.top_k is None else min(body.top_k, 1), 1.0
 
 
 def _max_tokens(body: CompletionBody | ChatBody) -> tuple[int | None, str]:

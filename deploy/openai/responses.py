@@ -252,6 +252,7 @@ def _message(prepared: PreparedRequest, result: ChoiceResult) -> tuple[Assistant
         return AssistantMessage(content=result.text), False
     content, calls = read_reply(
         result.text,
+        names=prepared.body.callable_names,
         is_complete=result.finish_reason == "stop",
         is_parallel=prepared.body.parallel_tool_calls,
     )
@@ -360,7 +361,10 @@ class ChatChunks:
         self._wants_ids = prepared.body.return_token_ids
         body = prepared.body
         self._readers = (
-            [CallReader(is_parallel=body.parallel_tool_calls) for _ in prepared.requests]
+            [
+                CallReader(names=body.callable_names, is_parallel=body.parallel_tool_calls)
+                for _ in prepared.requests
+            ]
             if isinstance(body, ChatBody) and body.reads_calls
             else None
         )

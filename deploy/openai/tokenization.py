@@ -99,6 +99,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        # A file may say that texts be cut, or filled up; what is too long for the model is told instead.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
         self._num_waiting = 0
         """Characters."""

@@ -8,15 +8,17 @@ the model:
     </tool_call>
 
 With tool_choice "required", or with a named function, a grammar keeps the model to it, and the arguments to
-the function's schema; with "auto" the model is free, and what looks like a call is read as one. With "auto"
-and a `response_format` the grammar allows either: an answer in that format, or calls.
+the function's schema; with "auto" the model is free, and what looks like a call of one of the tools is read
+as one. With "auto" and a `response_format` the grammar allows either: an answer in that format, or calls.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
+import secrets
+import string
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -32,6 +34,12 @@ CLOSING = "</tool_call>"
 MAX_TOOLS = 128
 _JSON_BLANKS = " \t\r\n"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_OUTSIDE_STRINGS = re.compile(r'["<\\]')
+_IN_STRING = re.compile(r'["\x00-\x1f]|\\.', re.DOTALL)
+"""What to look at on the way to the end of a call. Control characters are in no string of JSON."""
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9
+"""The templates of Mistral's models refuse calls whose ids are not of this length and of these characters."""
 
 
 class ToolFunction(BodyPart):
@@ -42,7 +50,8 @@ class ToolFunction(BodyPart):
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON schema of its arguments."""
     strict: bool | None = None
-    """Accepted and ignored: arguments of required and named calls always satisfy the schema."""
+    """Accepted and ignored: arguments satisfy the schema where a grammar keeps calls to it (forced ones, and
+    those beside a `response_format`)."""
 
     @field_validator("name")
     @classmethod
@@ -78,6 +87,21 @@ class NamedChoice(BodyPart):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(BodyPart):
+    """Those of `tools` that may be called."""
+
+    mode: Literal["auto", "required"]
+    """What `tool_choice` would be if there were no others."""
+    tools: list[NamedChoice] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+
+
+class AllowedChoice(BodyPart):
+    """`tool_choice` that leaves some of `tools` out."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class CalledFunction(BodyPart):
@@ -120,20 +144,30 @@ class EarlierCall(BodyPart):
         }
 
 
-def _named_or_word(value: object) -> object:
-    if not isinstance(value, dict | NamedChoice) and value not in ("none", "auto", "required"):
-        raise ValueError('must be "none", "auto", "required" or name a function')
+def _object_or_word(value: object) -> object:
+    if not isinstance(value, dict | NamedChoice | AllowedChoice) and value not in (
+        "none",
+        "auto",
+        "required",
+    ):
+        raise ValueError('must be "none", "auto" or "required", or name a function or allowed_tools')
     return value
 
 
 def _choice_kind(value: object) -> str:
-    """Decide by its type which of two shapes it is meant to have, so that one complaint comes out."""
-    return "<word>" if isinstance(value, str) else "<function>"
+    """Decide which of three shapes it is meant to have, so that one complaint comes out."""
+    if isinstance(value, str):
+        return "<word>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<allowed>" if kind == "allowed_tools" else "<function>"
 
 
 _Word = Annotated[Literal["none", "auto", "required"], Tag("<word>")]
 _Named = Annotated[NamedChoice, Tag("<function>")]
-ToolChoice = Annotated[_Word | _Named, Discriminator(_choice_kind), BeforeValidator(_named_or_word)]
+_Allowed = Annotated[AllowedChoice, Tag("<allowed>")]
+ToolChoice = Annotated[
+    _Word | _Named | _Allowed, Discriminator(_choice_kind), BeforeValidator(_object_or_word)
+]
 
 
 def forced_calls(tools: list[Tool], *, name: str | None, is_parallel: bool) -> Grammar:
@@ -204,18 +238,61 @@ class ReadCall:
     """JSON, an object."""
 
 
+class _Ending:
+    """Looks for the tag that closes a call, in what follows the opening one, as that grows.
+
+    What stands in JSON's strings is no tag: a call may write about calls.
+    """
+
+    def __init__(self) -> None:
+        self.place: int | None = None
+        """Where the tag begins, once it has been found."""
+        self._num_read = 0
+        self._is_in_string = False
+
+    def is_certain(self, text: str) -> bool:
+        """Read on in a text that begins as the one before; say whether it is certain where the call ends.
+
+        If so, there is a `place`, or there is none because the text is no JSON, whatever is still to come.
+        """
+        while True:
+            mark = (_IN_STRING if self._is_in_string else _OUTSIDE_STRINGS).search(text, self._num_read)
+            if mark is None:
+                # The last character may escape the next one.
+                self._num_read = len(text) - text.endswith("\\", self._num_read)
+                return False
+            if mark[0] == '"':
+                self._is_in_string = not self._is_in_string
+            elif not self._is_in_string:
+                tag = text[mark.start() : mark.start() + len(CLOSING)]
+                if tag == CLOSING:
+                    self.place = mark.start()
+                elif CLOSING.startswith(tag):
+                    self._num_read = mark.start()
+                    return False
+                return True
+            elif len(mark[0]) == 1:
+                return True
+            self._num_read = mark.end()
+
+
 class CallReader:
     """Tells a reply's text from its calls, piece by piece; how it is cut into pieces makes no difference.
 
-    What turns out to be no call (no JSON object, no name, never closed) is text, but for calls within it.
+    What turns out to be no call (no JSON object, no name of a tool, never closed) is text, but for calls
+    within it.
     """
 
-    def __init__(self, *, is_parallel: bool = True) -> None:
-        """Unless it `is_parallel`, only the first call counts; others are dropped."""
+    def __init__(self, *, names: Collection[str] | None = None, is_parallel: bool = True) -> None:
+        """Tools have these names (None: any). Unless it `is_parallel`, only the first call counts; others are
+        dropped."""
         self.num_calls = 0
+        self._names = names
         self._is_parallel = is_parallel
         self._pending = ""
         """Text that is not given out yet: it may be part of a call."""
+        self._ending = _Ending()
+        """Of what is pending, where that begins with an opening tag."""
         self._blanks = ""
         """What came directly behind a call so far, as long as nothing can be seen of it."""
         self._is_behind_call = False
@@ -235,34 +312,42 @@ class CallReader:
             content += self._between(before)
             self._pending = opening + rest
             begun = rest.lstrip(_JSON_BLANKS)
-            body, closing, behind = rest.partition(CLOSING)
-            if not begun or (begun.startswith("{") and not closing):
+            if not begun or (begun.startswith("{") and not self._ending.is_certain(rest)):
                 return content, calls  # it may become a call
-            call = _read_call(body) if begun.startswith("{") else None
-            if call is None:
+            place = self._ending.place
+            call = None if place is None else self._read(rest[:place])
+            self._ending = _Ending()
+            if place is None or call is None:
                 # The tag is text, and so is what follows it, unless there is another one.
                 content += self._between(opening)
                 self._pending = rest
             else:
                 calls += self._counted(call)
-                self._pending = behind
+                self._pending = rest[place + len(CLOSING) :]
 
     def end(self, *, is_complete: bool = False) -> tuple[str, list[ReadCall]]:
-        """Return what was held back: text, or a last call that was not closed.
+        """Return what was held back: text, the calls in it, or a last call that was not closed.
 
         Such a call counts if the reply `is_complete`: the model ended it by itself.
         """
         content = ""
+        calls: list[ReadCall] = []
         while self._pending.startswith(OPENING):
             body = self._pending.removeprefix(OPENING)
-            call = _read_call(body) if is_complete else None
+            call = self._read(body) if is_complete else None
             if call is not None:
                 self._pending = ""
-                return content, self._counted(call)
-            self._pending = body
-            content += self._between(OPENING) + self.feed("")[0]
+                return content, calls + self._counted(call)
+            self._pending, self._ending = body, _Ending()
+            content += self._between(OPENING)
+            held_back, within = self.feed("")
+            content, calls = content + held_back, calls + within
         pending, self._pending = self._pending, ""
-        return content + self._between(pending), []
+        return content + self._between(pending), calls
+
+    def _read(self, body: str) -> ReadCall | None:
+        call = _read_call(body)
+        return call if call is not None and (self._names is None or call.name in self._names) else None
 
     def _counted(self, call: ReadCall) -> list[ReadCall]:
         """Return what is given out of a further call."""
@@ -282,10 +367,14 @@ class CallReader:
 
 
 def read_reply(
-    text: str, *, is_complete: bool = False, is_parallel: bool = True
+    text: str,
+    *,
+    names: Collection[str] | None = None,
+    is_complete: bool = False,
+    is_parallel: bool = True,
 ) -> tuple[str, list[ReadCall]]:
-    """Return the text and the calls of a whole reply; `CallReader` says what the flags mean."""
-    reader = CallReader(is_parallel=is_parallel)
+    """Return the text and the calls of a whole reply; `CallReader` says what the rest means."""
+    reader = CallReader(names=names, is_parallel=is_parallel)
     content, calls = reader.feed(text)
     held_back, last_calls = reader.end(is_complete=is_complete)
     return content + held_back, calls + last_calls
@@ -307,7 +396,11 @@ def _read_call(body: str) -> ReadCall | None:
     if not isinstance(arguments, dict):
         return None
     return ReadCall(
-        id=f"call_{uuid.uuid4().hex}",
+        id=_call_id(),
         name=call["name"],
         arguments=json.dumps(arguments, ensure_ascii=False),
     )
+
+
+def _call_id() -> str:
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))

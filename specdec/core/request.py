@@ -69,11 +69,19 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """How soon its tokens are wanted; None: as soon as may be."""
     num_crashes: int = 0
     """Losses of a target or coordinator at which it was in flight, elsewhere: it may be to blame."""
+    was_admitted: bool = False
+    """Whether it was taken in before, here or elsewhere: then it is served, be it late, and gives its place
+    to nobody."""
     resumption: Resumption | None = None
     """None: its tokens are forgotten with its end."""
 
     is_traced: bool = False
     """Whether its rounds are timed one by one, for whoever shows them (`RequestStats.trace`)."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it was promised to be served."""
+        return self.was_admitted or bool(self.delivered_token_ids)
 
     def continued(self, *, delivered_token_ids: tuple[int, ...], elapsed_s: float) -> Request:
         """Return what is left of it after some time, to be submitted again, be it elsewhere."""

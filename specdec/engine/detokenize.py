@@ -90,34 +90,46 @@ class StopMatch(NamedTuple):
 class StopScanner:
     """Looks for stop strings in a growing text and holds back what may become one."""
 
-    __slots__ = ("_held", "_include_stop", "_stops")
+    __slots__ = ("_held", "_include_stop", "_num_ordinary", "_stops")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""
+        self._num_ordinary = 0
+        """Characters at the beginning of `_held` in which a complete stop string is ordinary text."""
 
     def feed(self, text: str, *, look: bool) -> str | StopMatch:
         """Return the text that may be released, or the first stop string in it.
 
-        With `look` false (before min_tokens) a complete stop string is ordinary text.
+        With `look` false (before min_tokens) a complete stop string is ordinary text; one that begins there
+        and is completed with `look` true counts.
         """
         text = self._held + text
+        if not look:
+            self._num_ordinary = len(text)
         match = self._find(text) if look else None
         if match is not None:
             self._held = ""
             return match
-        num_held = self._num_held(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        num_released = len(text) - self._num_held(text)
+        self._held = text[num_released:]
+        self._num_ordinary = max(0, self._num_ordinary - num_released)
+        return text[:num_released]
 
     def flush(self) -> str:
         """Return what was held back."""
         text, self._held = self._held, ""
+        self._num_ordinary = 0
         return text
 
     def _find(self, text: str) -> StopMatch | None:
-        found = [(position, stop) for stop in self._stops if (position := text.find(stop)) >= 0]
+        first_end = self._num_ordinary + 1
+        found = [
+            (position, stop)
+            for stop in self._stops
+            if (position := text.find(stop, max(0, first_end - len(stop)))) >= 0
+        ]
         if not found:
             return None
         position, stop = min(found, key=lambda item: item[0])

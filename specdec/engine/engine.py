@@ -50,6 +50,7 @@ from specdec.scheduling.admission import (
     check_request,
     may_be_displaced,
     retry_after_s,
+    without_misfits,
 )
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.service_rates import Expectation, ServiceRates
@@ -62,6 +63,8 @@ from specdec.scheduling.speculation.controller import (
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import ServiceKey
 
+_BEGUN_TURN = -1
+"""Of what has begun elsewhere: as whoever is preempted here, it is before all that have not."""
 _IDLE_PATIENCE_S = 0.01
 """How long a step without other work waits for a grammar."""
 ABORTED = Finish(reason="abort")
@@ -252,6 +255,11 @@ class Engine:
         return self._lost is not None
 
     @property
+    def loss(self) -> TransportError | None:
+        """How the target was lost, if it was."""
+        return self._lost
+
+    @property
     def draft_counters(self) -> Mapping[str, float]:
         """What the proposer counts, by metric name without prefix (any thread)."""
         return counters_of(self._parts.proposer)
@@ -318,15 +326,21 @@ class Engine:
             TransportError: the target was lost; this engine serves nothing any more.
         """
         self._require_target()
+        if request.goes_on:
+            request = without_misfits(request, self._admission)
         self.check_request(request)
         current = self._find(request.request_id)
         if current is not None and current.request.epoch >= request.epoch:
             raise InputError(f"request id {request.request_id} is in use", param="request_id")
-        expected = self._make_room(request)
-        self.abort(request.request_id)
+        try:
+            expected = self._make_room(request, replacing=current)
+        finally:  # be it refused: nobody hears of the older one any more
+            self.abort(request.request_id)
         self._num_arrived += 1
         num_tokens = len(request.prompt_token_ids) + self._rates.expected_tokens(request)
         turn = self._roster.turns.take(request.owner, num_tokens)
+        if request.delivered_token_ids:
+            turn = _BEGUN_TURN
         live = LiveRequest(
             request,
             service_key=ServiceKey(request.priority, turn, self._num_arrived),
@@ -475,23 +489,28 @@ class Engine:
             or self._preparation.get(request_id)
         )
 
-    def _make_room(self, request: Request) -> Expectation | None:
+    def _make_room(self, request: Request, *, replacing: LiveRequest | None) -> Expectation | None:
         """See that a request may be taken in: if the queue is full, in the place of its last.
+
+        What has begun elsewhere is taken in for all that wait. `replacing` is the older epoch, which leaves.
 
         Returns what it will experience; None where nobody is refused for that.
         """
-        key = ServiceKey(request.priority, self._roster.turns.next_turn(request.owner), self._num_arrived + 1)
-        num_waiting = len(self._roster) + len(self._preparation) + 1 - self._parts.scheduler.max_num_seqs
+        has_begun = bool(request.delivered_token_ids)
+        turn = _BEGUN_TURN if has_begun else self._roster.turns.next_turn(request.owner)
+        key = ServiceKey(request.priority, turn, self._num_arrived + 1)
+        num_others = len(self._roster) + len(self._preparation) - (replacing is not None)
+        num_waiting = num_others + 1 - self._parts.scheduler.max_num_seqs
         leaving: LiveRequest | None = None
         expected: Expectation | None = None
         try:
             try:
                 check_queue(num_waiting, self._admission, self._rates.seconds_per_request)
             except CapacityError:
-                leaving = self._displaced_by(key, request.owner)
-                if leaving is None:
+                leaving = None if has_begun else self._displaced_by(key, request.owner)
+                if leaving is None and not has_begun:
                     raise
-            if self._parts.scheduler.refuse_late and not request.delivered_token_ids:
+            if self._parts.scheduler.refuse_late and not request.goes_on:
                 num_before = self._num_to_end_before(key)
                 expected = self._rates.expect(request, num_before, self._tokens_to_come())
                 check_in_time(request, expected)
@@ -555,7 +574,7 @@ class Engine:
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:
         """Who leaves a full queue for a newcomer: its last, unless that has run or been promised to go on."""
         last = self._roster.waiting.last
-        if last is None or last.stats.first_scheduled_s is not None or last.request.delivered_token_ids:
+        if last is None or last.stats.first_scheduled_s is not None or last.request.goes_on:
             return None
         is_same_owner = last.request.owner == owner
         return last if may_be_displaced(last, key, is_same_owner=is_same_owner) else None

@@ -28,6 +28,24 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def require_gpus_used(name: str, num_gpus: int) -> None:
+    """Refuse the CPU in place of GPUs that this process was given.
+
+    Args:
+        name: a configuration's `device`.
+        num_gpus: that this process was given. Of a device that is named it is known what it is.
+
+    Raises:
+        ResourceError: `auto` would be the CPU.
+    """
+    if num_gpus and name == "auto" and not torch.cuda.is_available():
+        raise ResourceError(
+            f"this image's PyTorch ({torch.__version__}) sees no GPU: this worker was given {num_gpus}, and "
+            "would compute on the CPU. Use an image with CUDA (the chart: image.tag), on a node whose driver "
+            "fits it, give the bundle no GPU, or write device: cpu"
+        )
+
+
 def device_name(device: torch.device) -> str:
     """Return what kind of device this is: equal names promise about equal speed.
 

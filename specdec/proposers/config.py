@@ -252,6 +252,13 @@ class SpeculativeConfig(StrictConfig):
         return self.lookahead.num_rows_beside if self.method == "lookahead" else 0
 
     @property
+    def lookup(self) -> SuffixConfig:
+        """`suffix`, as the verification rule allows it."""
+        if capabilities_of(self.rejection_sample_method).needs_independent_drafts:
+            return self.suffix.model_copy(update={"max_shared_tokens": 0})
+        return self.suffix
+
+    @property
     def is_self_drafting(self) -> bool:
         """Whether the target drafts, or a view of it, on the target's own K/V."""
         return self.method in SELF_METHODS
@@ -393,6 +400,14 @@ class SpeculativeConfig(StrictConfig):
             raise ValueError(
                 "suffix is about method suffix, fallback: suffix and lookup_first; here, with method "
                 f"{self.method}, nothing is looked up: leave it out"
+            )
+        rule = capabilities_of(self.rejection_sample_method)
+        if self.suffix.max_shared_tokens and rule.needs_independent_drafts:
+            raise ValueError(
+                f"suffix.max_shared_tokens: {self.suffix.max_shared_tokens} does not go with "
+                f"rejection_sample_method {rule.name}: what an earlier request of the same seed has said "
+                "tells how its tests end, and drafts of it would change what is sampled: write 0, leave it "
+                "out, or write sample_and_match"
             )
         is_model = self.method == "draft_model" or self.has_heads or self.is_self_drafting
         if self.lookup_first is not None and not is_model:

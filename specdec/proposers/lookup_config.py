@@ -10,6 +10,7 @@ from specdec.core.config import StrictConfig
 
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 _MOST_TOKENS = 1 << 28
+_SHARED_TOKENS = 1 << 20
 _SUFFIX_KEYS_ELSEWHERE = {
     "suffix_decoding_max_spec_factor": "suffix.max_spec_factor",
     "suffix_decoding_min_token_prob": "suffix.min_token_probability",
@@ -35,10 +36,16 @@ class SuffixConfig(StrictConfig):
     max_text_tokens: int = Field(default=32768, ge=64, le=_MOST_TOKENS)
     """Last tokens of a request's own text that are looked at: all of them in shorter texts, at least half as
     many in longer ones. About 150 bytes of memory for each."""
-    max_shared_tokens: int = Field(default=1 << 20, ge=0, le=_MOST_TOKENS)
+    max_shared_tokens: int | None = Field(default=None, ge=0, le=_MOST_TOKENS)
     """Generated tokens of ended requests that are kept for later ones, the latest; about 150 bytes of memory
-    for each. 0: requests learn nothing from each other. Requests of different API keys never do, unless
+    for each. None: 2^20 under `rejection_sample_method: sample_and_match` (and typical), 0 under other rules.
+    0: requests learn nothing from each other. Requests of different API keys never do, unless
     `http.share_prefixes_between_keys`."""
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens of ended requests that are kept, where the rule allows any."""
+        return _SHARED_TOKENS if self.max_shared_tokens is None else self.max_shared_tokens
 
 
 class RetrievalConfig(StrictConfig):

@@ -41,10 +41,10 @@ def with_fallback(proposer: Proposer, config: SpeculativeConfig) -> Proposer:
     `config.lookup_first` asks for one; they then own the proposer.
     """
     if config.fallback != "none":
-        other = _ngram(config) if config.fallback == "ngram" else SuffixProposer(config.suffix)
+        other = _ngram(config) if config.fallback == "ngram" else SuffixProposer(config.lookup)
         proposer = FallbackProposer(proposer, other)
     if config.lookup_first is not None:
-        first = config.suffix.model_copy(update={"min_match_tokens": config.lookup_first})
+        first = config.lookup.model_copy(update={"min_match_tokens": config.lookup_first})
         proposer = LookupFirst(proposer, SuffixProposer(first))
     return proposer
 
@@ -62,7 +62,7 @@ def _create_ngram(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
 
 
 def _create_suffix(config: SpeculativeConfig, target: TargetFacts) -> Proposer:
-    return SuffixProposer(config.suffix)
+    return SuffixProposer(config.lookup)
 
 
 def _create_lookahead(config: SpeculativeConfig, target: TargetFacts) -> Proposer:

@@ -81,7 +81,7 @@ class SuffixProposer:
         """Propose and remember as the configuration says."""
         self.capabilities = ProposerCapabilities(name=_METHOD, shape=config.shape)
         self._config = config
-        self._shared = SharedTexts(config.max_shared_tokens)
+        self._shared = SharedTexts(config.num_shared_tokens)
         self._texts: dict[RequestId, _Text] = {}
 
     @property

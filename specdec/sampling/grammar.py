@@ -72,10 +72,22 @@ class GrammarState:
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_mask_bytes = num_mask_bytes
+        self._mask: bytes | None = None
+        """Of the committed tokens, once it is known."""
         self._mask_times = MaskTimes(mask_timeout_s)
+        self._draft_times = MaskTimes(mask_timeout_s)
+        """Apart from the others: which drafts there were must not decide whether the request goes on."""
+        self._follows_drafts = self._will_follow_drafts = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the stream cannot go on."""
+        return self.failure is not None
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Go on by committed tokens, none of which ends the text."""
+        self._mask = None
+        self._follows_drafts = self._will_follow_drafts
         if self.failure is None and self._matcher.try_consume_tokens(list(token_ids)) != len(token_ids):
             self.failure = _reason(self._matcher) or "the text has left the grammar"
 
@@ -90,7 +102,7 @@ class GrammarState:
         """
         masks = [self._next_mask()]
         kept: list[int] = []
-        if self.failure is not None:
+        if self.failure is not None or not self._follows_drafts:
             return Constrained((), tuple(masks))
         walker = self._matcher.deep_copy()
         is_ahead = False
@@ -100,6 +112,8 @@ class GrammarState:
             is_ahead = not self._keep(walker, token_id, kept, masks, is_sampled=is_sampled)
             if is_ahead:
                 break
+        if self.has_failed:
+            return Constrained((), (self._next_mask(),))
         if is_sampled:
             if len(kept) == len(drafted):
                 return Constrained(tuple(kept), tuple(masks))
@@ -124,9 +138,9 @@ class GrammarState:
         masks = [self._next_mask()]
         kept: list[int] = []
         walkers: dict[int, LLMatcher] = {ROOT: self._matcher}
+        if self.failure is not None or not self._follows_drafts:
+            return ConstrainedTree((), tuple(masks))
         for node, (token_id, parent) in enumerate(zip(drafted, parents, strict=True)):
-            if self.failure is not None:
-                break
             before = walkers.get(parent)
             if before is None:
                 continue
@@ -134,6 +148,8 @@ class GrammarState:
             reached: list[int] = []
             if self._extend(walker, token_id, reached, masks, is_sampled=is_sampled):
                 walkers[node] = walker
+            elif self.has_failed:
+                return ConstrainedTree((), (self._next_mask(),))
             elif is_sampled:
                 masks.append(b"\xff" * self._num_mask_bytes)
             else:
@@ -142,15 +158,15 @@ class GrammarState:
         return ConstrainedTree(tuple(kept), tuple(masks))
 
     def allowed_after(self, drafted: Sequence[int]) -> bytes | None:
-        """Return the mask behind drafted tokens; None when they are not allowed themselves."""
+        """Return the mask behind drafted tokens; None when they are not allowed, or not followed any more."""
         if not drafted:
             return self._next_mask()
-        if self.failure is not None:
+        if self.failure is not None or not self._follows_drafts:
             return None
         walker = self._matcher.deep_copy()
         if not all(self._walk(walker, token_id) for token_id in drafted):
             return None
-        return self._mask(walker)[0]
+        return self._draft_mask(walker)[0]
 
     def _extend(
         self,
@@ -176,7 +192,7 @@ class GrammarState:
         is_sampled: bool,
     ) -> bool:
         """Keep a token that `walker` stands behind, if the mask there is to be had."""
-        mask, failure = self._mask(walker)
+        mask, failure = self._draft_mask(walker)
         if mask is None:
             if is_sampled:  # what was drawn must not be left out for what lies behind it
                 self.failure = failure
@@ -194,28 +210,39 @@ class GrammarState:
 
     def _next_mask(self) -> bytes:
         """Return what may come next: nothing, once there is a failure."""
-        if self.failure is None:
-            mask, self.failure = self._mask(self._matcher)
-            if mask is not None:
-                return mask
+        if self.failure is None and self._mask is None:
+            self._mask, self.failure, took_s = self._measured_mask(self._matcher)
+            if self.failure is None and self._mask_times.is_too_long(took_s):
+                self.failure = f"finding the allowed tokens took {took_s:.2f} s"
+        if self.failure is None and self._mask is not None:
+            return self._mask
         return bytes(self._num_mask_bytes)
 
-    def _mask(self, matcher: LLMatcher) -> tuple[bytes | None, str | None]:
-        """Return what `matcher` allows, or why that cannot be said."""
+    def _draft_mask(self, walker: LLMatcher) -> tuple[bytes | None, str | None]:
+        """Return what a copy that has walked a draft allows, or why that cannot be said.
+
+        A mask that was slow is a mask. Where such masks come again drafts are followed no more, but only from
+        the next round on: dropping this round's for what they are would change what is sampled.
+        """
+        mask, failure, took_s = self._measured_mask(walker)
+        if self._draft_times.is_too_long(took_s):
+            self._will_follow_drafts = False
+        return mask, failure
+
+    def _measured_mask(self, matcher: LLMatcher) -> tuple[bytes | None, str | None, float]:
+        """Return what `matcher` allows, or why that cannot be said, and the seconds of a CPU that it took."""
         # This thread's own time: that the machine was busy elsewhere must not end a request.
         started_s = time.thread_time()
         mask = bytearray(matcher.compute_bitmask()[: self._num_mask_bytes])
         took_s = time.thread_time() - started_s
         failure = _reason(matcher)
-        if failure is None and self._mask_times.is_too_long(took_s):
-            failure = f"finding the allowed tokens took {took_s:.2f} s"
         if failure is not None:
-            return None, failure
+            return None, failure, took_s
         may_end = matcher.is_accepting()
         for token_id in self._eos_token_ids:
             bit = 1 << (token_id & 7)
             mask[token_id >> 3] = mask[token_id >> 3] | bit if may_end else mask[token_id >> 3] & ~bit
-        return bytes(mask), None
+        return bytes(mask), None, took_s
 
 
 def _reason(matcher: LLMatcher) -> str | None:

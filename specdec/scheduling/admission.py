@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from specdec.core.errors import CapacityError, InputError, LateError
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.core.request import Request
@@ -77,6 +79,26 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
         _check_default_budget(requested, request.drafter, limits.kv_budgets)
     if request.drafter is not None:
         _check_drafter(request.drafter, limits.drafters)
+
+
+def without_misfits(request: Request, limits: AdmissionLimits) -> Request:
+    """Return a request that was taken in elsewhere without those of its wishes about drafting that do not fit
+    here: they change speed alone, and an update may have brought other drafters.
+    """
+    if request.drafter is not None and (
+        limits.drafters is None or limits.drafters.fault(request.drafter) is not None
+    ):
+        request = msgspec.structs.replace(request, drafter=None)
+    budgets, num_tokens = limits.kv_budgets, request.num_draft_tokens
+    if request.kv_budget is not None and (
+        budgets is None or budgets.fault(request.kv_budget, num_tokens) is not None
+    ):
+        request = msgspec.structs.replace(request, kv_budget=None)
+    if num_tokens is None or budgets is None or request.kv_budget is not None:
+        return request
+    if budgets.own_draft_fault(num_tokens, request.drafter) is not None:
+        request = msgspec.structs.replace(request, num_draft_tokens=None)
+    return request
 
 
 def _check_kv_budget(written: WrittenBudget, num_draft_tokens: int | None, budgets: KvBudgets | None) -> None:

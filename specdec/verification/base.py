@@ -31,6 +31,15 @@ class RuleCapabilities:
     exact: bool = True
     """Whether the output is distributed as the target's."""
 
+    @property
+    def needs_independent_drafts(self) -> bool:
+        """Whether drafts must not depend on what the request's noise has decided at their own positions.
+
+        A test that accepts x with probability p(x)/q(x) is exact for an x that was proposed without knowing
+        its random number; what the same seed has said at the same position before does know it.
+        """
+        return self.exact and self.draft_stream != "target"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:

@@ -14,12 +14,16 @@ from pydantic import ValidationError
 from ray.exceptions import RayError, RayTaskError
 
 from cluster import draft_pool
+from cluster.autoscaling.config import DraftScalingConfig
 from cluster.autoscaling.draft_demand import DraftDemand, demand_of
+from cluster.autoscaling.draft_pool import wanted_workers
+from cluster.autoscaling.serve_policy import pool_load
 from cluster.config import ClusterConfig, MembershipConfig
 from cluster.directory import Member, Role
 from cluster.directory_actor import DirectoryLink
 from cluster.draft_pool import DraftPoolReplica
 from cluster.worker_handle import WorkerHandle
+from specdec.core.clock import ManualClock
 from specdec.core.errors import TransportError
 from specdec.engine.config import EngineConfig
 from specdec.transport.base import PeerAddress, PeerId
@@ -68,6 +72,8 @@ class Place(DraftPoolReplica):
         self._member = None
         self._worker = cast("WorkerHandle", first)
         self._worker_id = None
+        self._counters = {}
+        self._full_until_s = 0.0
         self._failures = failures
         self.num_started = 0
 
@@ -251,3 +257,62 @@ def test_the_worker_is_told_how_long_a_rank_may_be_silent(monkeypatch: pytest.Mo
 def test_a_silence_that_would_end_healthy_ranks_or_none_is_refused(silence_s: float) -> None:
     with pytest.raises(ValidationError, match="rank_silence_s"):
         ClusterConfig.model_validate({"draft_pool": {"rank_silence_s": silence_s}})
+
+
+class TestUsage:
+    """Of a pool with memory for three requests and places for ten."""
+
+    POLICY = DraftScalingConfig(max_workers=4)
+
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
+        clock = ManualClock()
+        monkeypatch.setattr(draft_pool, "time", SimpleNamespace(monotonic=clock.now_s, time=clock.now_s))
+        return clock
+
+    @pytest.fixture
+    def place(self) -> Place:
+        place = Place(Worker(), [])
+        place._engine = EngineConfig.model_validate({"target": {"model": "/t"}})
+        place._cluster = ClusterConfig.model_validate(
+            {"draft_pool": {"shares": {"max_sequences": 10}, "autoscaling": {"max_workers": 4}}}
+        )
+        drafts_pay = {"num_requests_running": 9.0, "speculation_pool_worth": 1.8}
+        place._demands = (demand_of(drafts_pay, None),)
+        return place
+
+    def wanted(self, *reports: dict[str, float]) -> int:
+        return wanted_workers(pool_load(reports), self.POLICY).number
+
+    @pytest.mark.parametrize("refusal", ["refused_entries", "outgrown_sequences"])
+    def test_a_worker_that_refuses_requests_is_full_whatever_places_it_has(
+        self, place: Place, clock: ManualClock, refusal: str
+    ) -> None:
+        """Coordinators try again every two seconds at least, and Serve takes a mean over twenty."""
+        for second in range(60):
+            refused = {refusal: float(second // 2)}
+            place._note_counters({"num_sequences": 3.0, **refused})
+            report = place.record_autoscaling_stats()
+            if second >= 2:
+                assert report["usage"] == 1.0
+                assert self.wanted(report) == 2
+                assert self.wanted(report, report) == 3
+            clock.advance(1.0)
+        clock.advance(20.0)
+        after = place.record_autoscaling_stats()
+        assert after["usage"] == 0.3
+        assert self.wanted(after, after) == 1, "it would have been so all the time"
+
+    def test_what_is_too_long_for_an_empty_worker_does_not_fill_it(
+        self, place: Place, clock: ManualClock
+    ) -> None:
+        place._note_counters({"num_sequences": 0.0, "refused_entries": 5.0})
+        assert place.record_autoscaling_stats()["usage"] == 0.0
+
+    def test_a_new_worker_has_refused_nobody_yet(self, place: Place, clock: ManualClock) -> None:
+        place._note_counters({"num_sequences": 3.0})
+        place._note_counters({"num_sequences": 3.0, "refused_entries": 9.0})
+        clock.advance(60.0)
+        place._counters = {}
+        place._note_counters({"num_sequences": 3.0, "refused_entries": 1.0})
+        assert place.record_autoscaling_stats()["usage"] == 1.0

@@ -15,6 +15,7 @@ from specdec.core.clock import MonotonicClock
 from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import TransportError
 from specdec.core.ids import Epoch, RequestId
+from specdec.core.outputs import RequestOutput
 from specdec.core.plan import TargetStep
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -175,6 +176,69 @@ def test_a_loss_shows_while_the_next_target_is_loaded() -> None:
         assert desk.metrics()["target_losses"] == 1
     finally:
         source.is_loaded.set()
+        loop.stop()
+
+
+def test_how_a_target_was_lost_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    door = Door()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    with caplog.at_level("WARNING", logger=engine_loop.__name__):
+        run_loop(door, desk, ToySource(calls=True, num_losses=1), request("a", 17), num_finished=1)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("the target is lost: ")
+    assert len(said) > len("the target is lost: ")
+
+
+class PingPongSource(ToySource):
+    """Two cohorts; the first target is lost in a round of which nobody is left to hear."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        super().__init__(calls=True, num_losses=0)
+        self._leave = leave
+        self.num_made = 0
+        self.is_back = threading.Event()
+
+    def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
+        engine = super().make_engine(meanwhile)
+        self.num_made += 1
+        if self.num_made > 1:
+            self.is_back.set()
+            return engine
+        step = engine.step
+        num_steps = 0
+
+        def stepping(*, reads_text: bool = True) -> list[RequestOutput]:
+            nonlocal num_steps
+            num_steps += 1
+            outputs = step(reads_text=reads_text)
+            if num_steps == 3:
+                self._leave()
+                engine.abort(RequestId("a"))
+                engine._lose_target(TransportError("it died just then"))
+                engine._ended.clear()
+            return outputs
+
+        engine.step = stepping  # type: ignore[method-assign]
+        return engine
+
+
+def test_a_target_that_is_lost_when_nobody_is_left_is_replaced() -> None:
+    door = Door()
+    desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
+    source = PingPongSource(
+        lambda: desk.hear(Envelope(sender=INGRESS, message=Abort(RequestId("a"), Epoch(0))))
+    )
+    loop = EngineLoop(desk, source, ChannelCounters())
+    loop.start()
+    loop.wait_ready()
+    try:
+        desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request("a", 40))))
+        assert source.is_back.wait(20)
+        desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request("bb", 4))))
+        door.await_finished(1)
+        assert len(door.tokens(RequestId("bb"))) == 4
+        assert loop.is_alive
+    finally:
         loop.stop()
 
 

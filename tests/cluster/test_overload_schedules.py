@@ -140,3 +140,53 @@ def test_what_ran_when_its_target_was_lost_is_not_refused_for_being_late() -> No
     sim.run_until_done()
     assert_right(ingress, requests)
     assert all(isinstance(ingress.last[r.request_id], RequestOutput) for r in requests)
+
+
+def test_what_waited_when_its_coordinator_died_is_not_refused_for_being_late() -> None:
+    """Where it goes there is a queue already, and the time to its first token has passed for some."""
+    sim, ingress = simple()
+    sim.start_coordinator()
+    requests = [
+        msgspec.structs.replace(
+            a_request(f"r{index}", random.Random(index), 60),
+            slo=LatencyTarget(ttft_ms=60_000.0),
+            timeout_s=900.0,
+        )
+        for index in range(30)
+    ]
+    for request in requests[:8]:
+        ingress.open(request)
+    sim.network.run_for(4.0)  # rates are known now
+    for request in requests[8:]:
+        ingress.open(msgspec.structs.replace(request, slo=LatencyTarget(ttft_ms=8_000.0)))
+    sim.network.run_for(2 * ROUND_S)
+    taken = [request for request in requests if request.request_id not in ingress.last]
+    assert len(taken) > 12
+    sim.crash(sim.coordinators[0], told_after_s=0.0)
+    sim.run_until_done()
+    assert_right(ingress, taken)
+
+
+def test_streams_that_have_begun_do_not_wait_behind_newcomers() -> None:
+    sim, ingress = simple(max_num_waiting=2)
+    sim.start_coordinator(max_num_waiting=2)
+    begun = [a_request(f"begun{index}", random.Random(index), 60) for index in range(8)]
+    for request in begun:
+        ingress.open(request)
+    sim.network.run_for(12 * ROUND_S)
+    assert all(ingress.tokens[request.request_id] for request in begun)
+    newcomers = [a_request(f"new{index}", random.Random(index), 60) for index in range(200)]
+    for request in newcomers[:8]:
+        ingress.open(request)
+    sim.network.run_for(2 * ROUND_S)
+    sim.crash(sim.coordinators[0], told_after_s=0.0)
+    moved_s = sim.clock.now_s()
+    for request in newcomers[8:]:  # there is always somebody who asks
+        ingress.open(request)
+        sim.network.run_for(ROUND_S)
+        if all(one.request_id in ingress.last for one in begun):
+            break
+    # Two groups' streams one after the other, each of about 60 rounds at most.
+    assert sim.clock.now_s() - moved_s < 150 * ROUND_S
+    assert_right(ingress, begun)
+    sim.run_until_done()

@@ -12,7 +12,7 @@ from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
 from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED, DISPLACED, FAILED_REPEATEDLY
-from specdec.core.errors import CapacityError, DrafthouseError, RequestFailed
+from specdec.core.errors import CapacityError, DrafthouseError, InputError, RequestFailed
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request, Resumption
@@ -118,6 +118,40 @@ def test_what_has_to_leave_a_queue_does_not_go_back_to_a_full_one() -> None:
     assert streams.places == [FULL, OTHER]
     (refusal,) = streams.events
     assert isinstance(refusal, CapacityError)
+
+
+@pytest.mark.parametrize("param", ["prompt", "stop_token_ids", "max_tokens"])
+def test_a_request_that_cannot_be_sent_is_refused_at_once(param: str) -> None:
+    """Who only sends it would wait for ever: it is lost on the way, and resubmitted, again and again."""
+    changes = {
+        "prompt": msgspec.structs.replace(REQUEST, prompt_token_ids=(70_000,) * 20_000),
+        "stop_token_ids": msgspec.structs.replace(
+            REQUEST, params=SamplingParams(max_tokens=9, stop_token_ids=(70_000,) * 20_000)
+        ),
+        "max_tokens": msgspec.structs.replace(REQUEST, params=SamplingParams(max_tokens=20_000)),
+    }
+    sent: list[Message] = []
+    book = StreamBook(
+        lambda _, message: sent.append(message),
+        ManualClock(),
+        lease_s=3.0,
+        failover_timeout_s=60.0,
+        max_message_bytes=1 << 16,
+    )
+    book.set_coordinators([member(OTHER)])
+    with pytest.raises(InputError, match=r"cluster\.channels\.max_message_bytes"):
+        book.open(changes[param], lambda event: None)
+    assert book.num_streams == 0
+    assert not any(isinstance(message, SubmitRequest) for message in sent)
+    book.open(REQUEST, lambda event: None)
+    assert any(isinstance(message, SubmitRequest) for message in sent)
+
+
+def test_who_takes_a_stream_over_hears_that_it_was_taken_in() -> None:
+    streams = Refusing()
+    assert [request.was_admitted for _, request in streams.submissions] == [False, False]
+    LOSSES["unreachable"](streams)
+    assert [request.was_admitted for _, request in streams.submissions] == [False, False, True]
 
 
 A, B, C = (PeerId(name) for name in "abc")

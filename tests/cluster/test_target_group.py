@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from cluster import target_group
 from cluster.config import ClusterConfig
+from cluster.directory import Member
 from cluster.target_group import TargetGroup
 from specdec.core.errors import TransportError
 from specdec.engine.config import EngineConfig
@@ -177,3 +179,36 @@ def test_attempts_grow_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
         group._make_proposer(target, lambda: None)
     assert first_epochs[0] < first_epochs[1]
+
+
+class SlowToHear(Proposer):
+    """Stands still in the first call until it is let go."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[PeerId]] = []
+        self.is_called, self.may_go = threading.Event(), threading.Event()
+
+    def set_workers(self, workers: Sequence[PeerAddress]) -> None:
+        names = [one.peer_id for one in workers]
+        if not self.is_called.is_set():
+            self.is_called.set()
+            assert self.may_go.wait(20)
+        self.heard.append(names)
+
+
+def test_the_latest_draft_workers_are_told_last() -> None:
+    """The engine's thread tells of them, and the directory's; an older list would stand."""
+    group, proposer = Group(""), SlowToHear()
+    group._proposer = proposer  # type: ignore[assignment]
+    first = threading.Thread(target=group._tell_drafters)
+    first.start()
+    assert proposer.is_called.wait(20)
+    address = PeerAddress(peer_id=PeerId("draft"), endpoint="", public_key="")
+    member = Member(address=address, role="draft", capacity=4, model_revision="toy")
+    second = threading.Thread(target=group.set_drafters, args=([member],))
+    second.start()
+    second.join(0.2)
+    proposer.may_go.set()
+    first.join(20)
+    second.join(20)
+    assert proposer.heard == [[], [PeerId("draft")]]

@@ -33,6 +33,8 @@ from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError,
 from specdec.model.config import ModelConfig
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
+from tests.deploy.openai.fakes import Door
+from tests.deploy.openai.live import live_server
 
 TRACEBACK = """\
 Failed to update the deployments ['Coordinator'].
@@ -321,3 +323,14 @@ def test_a_door_that_cannot_read_its_keys_is_heard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(httpx, "get", get)
     told = list(Deployment(DrafthouseConfig(target=ModelConfig(model="x"))).wait_ready())
     assert ["/etc/keys cannot be read" in line for line in told] == [True, False]
+
+
+def test_no_proxy_of_the_environment_is_asked_whether_this_machine_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with live_server(Door().app) as url:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        http = HttpConfig(port=httpx.URL(url).port)
+        assert Deployment(DrafthouseConfig(target=ModelConfig(model="x"), http=http))._answers()

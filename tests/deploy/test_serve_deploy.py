@@ -74,7 +74,7 @@ def test_the_charts_serve_config_is_deployed_for_real(tmp_path: Path) -> None:
 
 
 def test_the_serve_file_is_deployed_for_real_on_the_nodes_of_the_cluster_file(tmp_path: Path) -> None:
-    """Ray is told of the CPUs and GPUs of those machines; ranks find no GPU, and take the CPU."""
+    """Ray is told of the CPUs and GPUs of those machines; ranks find no GPU, and are told to take the CPU."""
     folder = ROOT / "deploy" / "ray"
     kinds = yaml.safe_load((folder / "cluster.yaml").read_text())["available_node_types"]
     nodes = [
@@ -93,8 +93,9 @@ def test_the_serve_file_is_deployed_for_real_on_the_nodes_of_the_cluster_file(tm
         assert settings[part]["model"] == f"/models/{name}"
         save_wide_model(tmp_path / name)
         make_tokenizer().save_pretrained(tmp_path / name)
-        settings[part] |= {"model": str(tmp_path / name), **eager}
-    settings["cache"] = {"num_blocks": 256, "block_size": 4}
+        settings[part] |= {"model": str(tmp_path / name), "device": "cpu", **eager}
+    for part in (settings, settings["speculative_config"]):
+        part["cache"] = {"num_blocks": 256, "block_size": 4}
     settings["cluster"]["drain_timeout_s"] = 2
     settings["http"]["served_model_name"] = "m"
     deploy_for_real(tmp_path, yaml.safe_dump(config), nodes)

@@ -279,6 +279,8 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, scaling("target_groups", min_groups=2, max_groups=2) | ROOM, "target.groups: 1 are there"),
         (None, scaling("target_groups", max_groups=1) | {"target": {"groups": 2}}, "not from 1 to 1"),
         ("gpu", scaling("draft_pool", max_workers=1), "draft.workers: 2 are there at first"),
+        (None, merged(TENSOR_PARALLEL_OVER_PODS, SCALED), "target.multiHost: for each pod that the"),
+        ("multi-host", merged(SPARE, {"target": {"groups": 1}} | SCALED), "and 2 groups at most (spare"),
     ],
 )  # fmt: skip
 def test_contradictions_are_named(flavour: str | None, values: Values, message: str) -> None:
@@ -800,7 +802,11 @@ def test_clients_come_through_the_pods_for_the_door_alone() -> None:
     (rule,) = of_kind(manifests, "Ingress")[0]["spec"]["rules"]
     assert rule["http"]["paths"][0]["backend"]["service"]["name"] == "llm-drafthouse"
     assert "http://llm-drafthouse:8000/health" in texts["tests/health.yaml"]
-    assert "svc/llm-drafthouse 8000" in texts["NOTES.txt"]
+    notes = " ".join(texts["NOTES.txt"].replace("\\\n", " ").split())
+    (forwarded,) = re.findall(r"port-forward \$\((.*?)\) 8000", notes)
+    # Of a Service kubectl takes any of its pods, and most of these have no port of that name.
+    assert "-l app.kubernetes.io/instance=llm,app.kubernetes.io/component=ingress" in forwarded
+    assert "port-forward svc/" not in notes
 
 
 def test_the_heads_pod_keeps_the_name_by_which_kuberay_looks_for_it() -> None:
@@ -843,12 +849,18 @@ def test_kuberay_has_the_pods_of_a_group_together_unless_told_otherwise(values: 
 
 
 def test_pods_of_target_groups_scale_by_whole_groups() -> None:
-    scaled = merged(
+    by_pods = merged(
         TENSOR_PARALLEL_OVER_PODS,
-        {"target": {"maxGroups": 4}} | SCALED | scaling("target_groups", min_groups=1, max_groups=4),
+        {"target": {"multiHost": False, "maxGroups": 4}}
+        | SCALED
+        | scaling("target_groups", min_groups=1, max_groups=4),
     )
-    for is_together, sizes in ((True, (1, 2, 4)), (False, (2, 4, 8))):
-        target = groups_of(ray_service(merged(scaled, {"target": {"multiHost": is_together}})))["target"]
+    one_set = merged(
+        TENSOR_PARALLEL_OVER_PODS,
+        {"target": {"groups": 1}} | SCALED | scaling("target_groups", min_groups=0, max_groups=1),
+    )
+    for values, sizes in ((by_pods, (2, 4, 8)), (one_set, (0, 1, 1))):
+        target = groups_of(ray_service(values))["target"]
         assert (target["minReplicas"], target["replicas"], target["maxReplicas"]) == sizes
 
 
@@ -922,7 +934,59 @@ def test_a_new_version_of_the_chart_alone_makes_no_new_cluster(tmp_path: Path) -
     assert now["spec"] == then["spec"]
 
 
-def test_notes_of_an_upgrade_say_how_pods_become_more() -> None:
+def scale_commands(values: Values) -> str:
+    """The commands that the notes of an upgrade print, with which pods become more or fewer."""
+    loaded = helm_python.Chart.load(CHART)
+    notes = loaded.render(values, name="llm", is_upgrade=True)["drafthouse/templates/NOTES.txt"].splitlines()
+    (first,) = [index for index, line in enumerate(notes) if line.startswith("  cluster=")]
+    (last,) = [index for index, line in enumerate(notes) if "patch raycluster" in line]
+    return textwrap.dedent("\n".join(notes[first : last + 1]))
+
+
+KUBECTL = """
+    case "$*" in
+      *"get rayservice llm-drafthouse"*) printf llm-drafthouse-x ;;
+      *"get pods"*)
+        [[ "$*" = *"ray.io/cluster=llm-drafthouse-x,ray.io/group="* ]] || exit 1
+        all="$*"
+        group=${all#*ray.io/group=}
+        cat "$STATE/${group%% *}" ;;
+      *"patch raycluster llm-drafthouse-x --type json -p "*) printf %s "${@: -1}" > "$STATE/patch" ;;
+      *) exit 1 ;;
+    esac"""
+
+
+def scaled(
+    values: Values, pods: dict[str, dict[str, bool]], folder: Path, **named: str
+) -> tuple[dict[str, Any] | None, str]:
+    """Run the commands beside such pods, by group and name, and whether they are ready.
+
+    Return the patch by path (None: nothing is patched), and what else is said.
+    """
+    double = folder / "kubectl"
+    double.write_text(f"#!/bin/bash\n{textwrap.dedent(KUBECTL)}\n")
+    double.chmod(0o755)
+    for group in ("ingress", "target", "draft"):
+        its = pods.get(group, {})
+        lines = [f"{name} {'True' if is_ready else 'False'}\n" for name, is_ready in its.items()]
+        (folder / group).write_text("".join(lines))
+    (folder / "patch").unlink(missing_ok=True)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "STATE": str(folder), **named}
+    done = subprocess.run(
+        ["sh", "-c", scale_commands(values)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    patched = (folder / "patch").read_text() if (folder / "patch").exists() else None
+    assert (done.returncode == 0) == (patched is not None), done
+    paths = None if patched is None else {one["path"]: one["value"] for one in json.loads(patched)}
+    return paths, done.stderr
+
+
+def test_notes_of_an_upgrade_say_how_pods_become_more(tmp_path: Path) -> None:
     many: Values = {"ingress": {"replicas": 2}, "target": {"groups": 3}, "draft": {"workers": 4}}
     for values in (
         merged(DRAFTED, many),
@@ -930,24 +994,121 @@ def test_notes_of_an_upgrade_say_how_pods_become_more() -> None:
         merged(ROOM, scaling("target_groups", max_groups=2)),
         merged(TENSOR_PARALLEL_OVER_PODS, SPARE),
     ):
-        loaded = helm_python.Chart.load(CHART)
-        notes = {
-            is_upgrade: loaded.render(values, name="llm", is_upgrade=is_upgrade)[
-                "drafthouse/templates/NOTES.txt"
-            ]
-            for is_upgrade in (False, True)
-        }
-        assert "patch raycluster" not in notes[False]
-        (command,) = [line for line in notes[True].splitlines() if "patch raycluster" in line]
-        patch = json.loads(command.partition("-p '")[2].rpartition("'")[0])
+        assert "patch raycluster" not in render_texts(values)["NOTES.txt"], "it is not an upgrade"
         groups = ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-        paths = {one["path"]: one["value"] for one in patch}
+        paths, _ = scaled(values, {}, tmp_path)
+        assert paths is not None
         for index, group in enumerate(groups):
             path = f"/spec/workerGroupSpecs/{index}"
             assert paths[f"{path}/minReplicas"] == group["minReplicas"]
             assert paths[f"{path}/maxReplicas"] == group["maxReplicas"]
-            scaled = values.get("autoscaling", {}).get("enabled", False)
-            assert paths.get(f"{path}/replicas") == (None if scaled else group["replicas"])
+            is_scaled = values.get("autoscaling", {}).get("enabled", False)
+            assert paths.get(f"{path}/replicas") == (None if is_scaled else group["replicas"])
+            # With the autoscaler it is that which names pods.
+            named: Values = {"workersToDelete": []}
+            assert paths.get(f"{path}/scaleStrategy") == (None if is_scaled else named)
+
+
+def test_pods_that_are_too_many_are_ended_where_nothing_runs(tmp_path: Path) -> None:
+    """KubeRay would end the first ones of its list."""
+    values = merged(DRAFTED, {"target": {"groups": 2}, "draft": {"workers": 1}})
+    pods = {
+        "ingress": {"i-1": False},
+        "target": {"t-1": True, "t-2": False, "t-3": True, "t-4": False},
+        "draft": {"d-1": True, "d-2": False},
+    }
+    patched, _ = scaled(values, pods, tmp_path)
+    assert patched is not None
+    ended = [
+        patched[f"/spec/workerGroupSpecs/{index}/scaleStrategy"]["workersToDelete"] for index in range(3)
+    ]
+    assert ended == [[], ["t-2", "t-4"], ["d-2"]], "a door that starts anew stays"
+    more, _ = scaled(merged(values, {"target": {"groups": 3}}), pods, tmp_path)
+    assert more is not None
+    assert more["/spec/workerGroupSpecs/1/scaleStrategy"] == {"workersToDelete": ["t-2"]}, (
+        "and no more than that"
+    )
+
+
+def test_no_pod_is_ended_while_groups_that_are_too_many_still_run(tmp_path: Path) -> None:
+    pods = {"ingress": {"i-1": True}, "target": {"t-1": True, "t-2": False, "t-3": True}}
+    patched, said = scaled({}, pods, tmp_path)
+    assert patched is None
+    assert (
+        said
+        == "2 pods of target are too many, and nothing runs on 1, as far as is known: nothing is changed\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "pool"),
+    [
+        pytest.param(TENSOR_PARALLEL_OVER_PODS, "target", id="sets"),
+        pytest.param(
+            merged(TENSOR_PARALLEL_OVER_PODS, {"target": {"multiHost": False}}), "target", id="pods"
+        ),
+        pytest.param(
+            merged(DRAFTED, {"draft": {"workers": 4, "probes": {"readiness": {"tcpSocket": {"port": 1}}}}}),
+            "draft",
+            id="a probe of one's own",
+        ),
+    ],
+)
+def test_pods_that_are_ready_whatever_runs_there_are_named_by_hand(
+    values: Values, pool: str, tmp_path: Path
+) -> None:
+    names = [f"p-{number}" for number in range(6)]  # four are wanted
+    pods = {pool: dict.fromkeys(names, True) | {"p-5": False}}  # not ready, whyever
+    assert scaled(values, pods, tmp_path)[0] is None
+    assert scaled(values, pods, tmp_path, **{f"IDLE_{pool.upper()}": "p-1"})[0] is None
+    patched, _ = scaled(values, pods, tmp_path, **{f"IDLE_{pool.upper()}": "p-1 p-3"})
+    assert patched is not None
+    (ended,) = [
+        patched[f"/spec/workerGroupSpecs/{index}/scaleStrategy"]["workersToDelete"]
+        for index, group in enumerate(ray_service(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"])
+        if group["groupName"] == pool
+    ]
+    assert ended == ["p-1", "p-3"]
+
+
+def test_changed_tolerations_make_other_pods() -> None:
+    """KubeRay leaves them out where it looks for changes, so something else has to differ."""
+
+    def seen_by_kuberay(key: str | None) -> dict[str, Any]:
+        one = [] if key is None else [{"key": key, "operator": "Exists"}]
+        values = {pool: {"tolerations": one} for pool in ("head", "ingress", "target", "draft")}
+        groups = groups_of(ray_service(merged(DRAFTED, values)))
+        for group in groups.values():
+            assert group["template"]["spec"].pop("tolerations", []) == one
+        return groups
+
+    first, second, none = (seen_by_kuberay(key) for key in ("gpu", "spot", None))
+    assert seen_by_kuberay("gpu") == first
+    for name in first:
+        assert first[name] != second[name] != none[name]
+        assert "annotations" not in none[name]["template"]["metadata"]
+    given = merged({"target": {"podAnnotations": {"a": "b"}}}, {"target": {"tolerations": [{"key": "gpu"}]}})
+    annotations = groups_of(ray_service(given))["target"]["template"]["metadata"]["annotations"]
+    assert annotations.pop("a") == "b"
+    assert len(annotations) == 1
+
+
+SERVE_FILE = CHART.parents[1] / "deploy" / "ray" / "serve.yaml"
+
+
+@pytest.mark.parametrize(
+    "file", [*sorted(CHART.glob("values-*.yaml")), SERVE_FILE], ids=lambda file: file.stem
+)
+def test_examples_give_a_draft_model_that_has_a_gpu_memory_of_it(file: Path) -> None:
+    """Left out it is 256 MiB, whatever the GPU has: requests beyond that would go without drafts."""
+    raw = yaml.safe_load(file.read_text())
+    serve = raw if file == SERVE_FILE else serve_config(raw)
+    arguments = serve["applications"][0]["args"]
+    config = parse_arguments(arguments).config
+    has_gpu = config.speculative_config.drafts_in_pool and config.cluster.draft_pool.bundle.num_gpus > 0
+    assert has_gpu == (file.stem in {"values-gpu", "values-multi-host", "serve"})
+    if has_gpu:
+        assert config.speculative_config.cache.memory_fraction == 0.9
 
 
 def test_pods_without_gpus_see_none() -> None:
@@ -1190,7 +1351,8 @@ def test_log_lines_are_json_where_that_is_asked_for() -> None:
 
 def test_notes_say_how_to_see_whether_a_door_is_there() -> None:
     """KubeRay's READY counts pods of target groups and draft workers, which have none."""
-    (line,) = [line for line in render_texts({})["NOTES.txt"].splitlines() if "component=ingress" in line]
+    lines = render_texts({})["NOTES.txt"].splitlines()
+    (line,) = [line for line in lines if "get pods -l" in line and "component=ingress" in line]
     selector = dict(part.split("=") for part in line.split(" -l ")[1].split(","))
     for name, group in groups_of(ray_service({})).items():
         is_door = selector.items() <= group["template"]["metadata"]["labels"].items()

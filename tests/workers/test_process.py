@@ -5,12 +5,22 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
+import ray
+import torch
 
-from specdec.transport.base import PeerId
+from specdec.core.errors import ResourceError
+from specdec.engine.config import EngineConfig
+from specdec.engine.draft_shares import DraftShareConfig
+from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import ZmqOptions
-from workers.process import ServingThread, open_tensor_channel, prepare_threads
+from workers import draft_worker, rank_worker, target_worker
+from workers.draft_worker import DraftWorkerProcess
+from workers.process import ServingThread, open_tensor_channel, prepare_threads, require_own_gpus_used
+from workers.rank_worker import RankWorkerProcess
+from workers.target_worker import TargetWorkerProcess
 
 
 def test_the_configured_thread_count_overrides_ray_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +94,38 @@ def test_tensors_have_the_heartbeats_of_messages() -> None:
         assert channel.address.peer_id == "draft-1-tensors"
         assert channel._options.heartbeat_interval_s == 0.3
         assert channel._options.heartbeat_timeout_s == 9.0
+
+
+ENGINE = EngineConfig.model_validate(
+    {"target": {"model": "/t"}, "speculative_config": {"method": "draft_model", "model": "/d"}}
+)
+OWNER = PeerAddress(peer_id=PeerId("coordinator"), endpoint="tcp://127.0.0.1:1", public_key="")
+STARTS: dict[str, Callable[[], object]] = {
+    "target": lambda: TargetWorkerProcess(ENGINE, PeerId("target"), "127.0.0.1", OWNER, ZmqOptions()),
+    "draft": lambda: DraftWorkerProcess(
+        ENGINE, PeerId("draft"), "127.0.0.1", ZmqOptions(), DraftShareConfig()
+    ),
+    "rank of a target": lambda: RankWorkerProcess("target", ENGINE, 1, 2, ("127.0.0.1", 1)),
+    "rank of a draft model": lambda: RankWorkerProcess("draft", ENGINE, 1, 2, ("127.0.0.1", 1)),
+}
+
+
+@pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
+def test_a_worker_that_was_given_a_gpu_does_not_compute_on_the_cpu_without_a_word(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    for module in (target_worker, draft_worker, rank_worker):
+        monkeypatch.setattr(module, "prepare_logging", lambda name: None)
+        monkeypatch.setattr(module, "prepare_threads", lambda number: 1)
+    with pytest.raises(ResourceError, match="sees no GPU: this worker was given 1"):
+        start()
+
+
+def test_a_worker_without_gpus_of_its_own_may_take_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ray, "get_gpu_ids", list)
+    require_own_gpus_used("auto")
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: [0])
+    require_own_gpus_used("cpu")

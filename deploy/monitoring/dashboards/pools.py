@@ -147,7 +147,7 @@ _DRAFTERS = Row(
             "short",
             line(SHOWN.rate("draft_compute_seconds"), "drafting"),
             line(draft_utilization(SHOWN), "share of each worker's time"),
-            line(SHOWN.gauge("draft_utilization"), "the same, last ten seconds"),
+            line(SHOWN.mean_gauge("draft_utilization"), "the same, last ten seconds"),
             line(SHOWN.gauge("local_draft_utilization"), "without a pool: share of time, last ten seconds"),
             line(SHOWN.rate("draft_wait_seconds"), "waited for"),
         ),

@@ -99,19 +99,54 @@ how many of them are not ready because nothing runs there.
 {{- end }}
 {{- end -}}
 
-{{/* What gives a cluster that runs the numbers of pods of the values. */}}
+{{/*
+What gives a cluster that runs the numbers of pods of the values. Where there are too many, KubeRay ends those that
+scaleStrategy names, and else the first ones of its list, which may be those that serve. A pod on which nothing of Serve's runs
+is not ready (KubeRay's own probe); where that tells nothing, because a group has several pods or the probe is another one, they
+have to be named by hand. With the autoscaler it is that which chooses.
+*/}}
 {{- define "drafthouse.scaleCommands" -}}
 {{- $patch := list -}}
+{{- $choices := list -}}
+{{- $isScaled := .Values.autoscaling.enabled -}}
 {{- range $index, $group := include "drafthouse.groupSizes" . | fromYamlArray -}}
 {{- $path := printf "/spec/workerGroupSpecs/%d" $index -}}
 {{- $patch = append $patch (dict "op" "replace" "path" (printf "%s/minReplicas" $path) "value" (int $group.min)) -}}
 {{- $patch = append $patch (dict "op" "replace" "path" (printf "%s/maxReplicas" $path) "value" (int $group.max)) -}}
-{{- if not $.Values.autoscaling.enabled -}}
+{{- if not $isScaled -}}
 {{- $patch = append $patch (dict "op" "replace" "path" (printf "%s/replicas" $path) "value" (int $group.replicas)) -}}
+{{- $patch = append $patch (dict "op" "add" "path" (printf "%s/scaleStrategy" $path) "value" (dict "workersToDelete" (list (printf "@%s" $group.name)))) -}}
+{{- $choice := printf "%s=$(beyond %s %d" $group.name $group.name (mul $group.replicas $group.hosts) -}}
+{{- if or (index $.Values $group.name).probes.readiness (and (eq $group.name "target") (gt (int $.Values.target.nodesPerGroup) 1)) -}}
+{{- $choice = printf "%s \"${IDLE_%s:-none}\"" $choice (upper $group.name) -}}
+{{- end -}}
+{{- $choices = append $choices (printf "%s) &&" $choice) -}}
 {{- end -}}
 {{- end -}}
-kubectl -n {{ .Release.Namespace }} patch raycluster --type json -p '{{ toJson $patch }}' \
-    $(kubectl -n {{ .Release.Namespace }} get rayservice {{ include "drafthouse.fullname" . }} -o jsonpath='{.status.activeServiceStatus.rayClusterName}')
+{{- $json := toJson $patch -}}
+{{- range list "ingress" "target" "draft" -}}
+{{- $json = replace (printf "\"@%s\"" .) (printf "'\"$%s\"'" .) $json -}}
+{{- end -}}
+cluster=$(kubectl -n {{ .Release.Namespace }} get rayservice {{ include "drafthouse.fullname" . }} -o jsonpath='{.status.activeServiceStatus.rayClusterName}')
+{{- if not $isScaled }}
+beyond() {
+  pods=$(kubectl -n {{ .Release.Namespace }} get pods -l "ray.io/cluster=$cluster,ray.io/group=$1" \
+    -o jsonpath='{range .items[*]}{.metadata.name} {.status.conditions[?(@.type=="Ready")].status}{"\n"}{end}') || return
+  printf '%s\n' "$pods" | awk -v group="$1" -v number="$2" -v idle="$3" '
+    NF { there++ }
+    NF && (idle != "" ? index(" " idle " ", " " $1 " ") : $2 != "True") { names[++found] = "\"" $1 "\"" }
+    END {
+      more = there - number
+      if (more > found + 0) {
+        print more " pods of " group " are too many, and nothing runs on " found + 0 ", as far as is known: nothing is changed" | "cat >&2"
+        exit 1
+      }
+      for (i = 1; i <= more; i++) printf "%s%s", (i > 1 ? "," : ""), names[i]
+    }'
+}
+{{ join "\n" $choices }}
+{{- end }}
+kubectl -n {{ .Release.Namespace }} patch raycluster "$cluster" --type json -p '{{ $json }}'
 {{- end -}}
 
 {{- define "drafthouse.image" -}}
@@ -253,6 +288,10 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- end -}}
 {{- if and $target.maxGroups (lt (int $target.maxGroups) (int $target.groups)) -}}
 {{- fail (printf "target.maxGroups: %d is less than target.groups, %d" (int $target.maxGroups) (int $target.groups)) -}}
+{{- end -}}
+{{- $possible := add (max (int $target.groups) (int $target.maxGroups)) $target.spareGroups | int -}}
+{{- if and $values.autoscaling.enabled $target.multiHost (gt $nodes 1) (gt $possible 1) -}}
+{{- fail (printf "target.multiHost: for each pod that the autoscaler ends, KubeRay ends all that it started with it, and those may be of a group that serves: with autoscaling.enabled, %d pods per group and %d groups at most (spareGroups included) write false" $nodes $possible) -}}
 {{- end -}}
 {{- if and $target.maxGroups (not $values.autoscaling.enabled) -}}
 {{- fail "target.maxGroups: needs autoscaling.enabled; pods beside those of target.groups without it: target.spareGroups" -}}

@@ -9,7 +9,12 @@ metadata:
   labels:
     {{- include "drafthouse.podLabels" (dict "root" $root "component" .component) | nindent 4 }}
     {{- with $pool.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
-  {{- with $pool.podAnnotations }}
+  {{- $annotations := deepCopy $pool.podAnnotations }}
+  {{- with $pool.tolerations }}
+  {{- /* KubeRay leaves tolerations out where it looks for changes (others may add some): by themselves they would never arrive. */}}
+  {{- $_ := set $annotations "checksum/tolerations" (toYaml . | sha256sum) }}
+  {{- end }}
+  {{- with $annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from deploy.cli.main import app
@@ -60,6 +61,16 @@ def test_over_http_with_a_key(tmp_path: Path) -> None:
         assert code == 0
         assert "20 of 20 are in" in stderr
     assert [result["response"]["status_code"] for result in results_of(out)] == [200] * 20
+
+
+def test_no_proxy_is_asked_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, out = requests_in(tmp_path / "in", 2), tmp_path / "out"
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with live_server(Door().app) as url:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        code, _, stderr = invoke(requests, out, "--url", url)
+    assert code == 0, stderr
 
 
 def test_a_failure_is_in_the_exit_code_every_time(tmp_path: Path) -> None:

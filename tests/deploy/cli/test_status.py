@@ -285,6 +285,17 @@ def test_nothing_runs_there() -> None:
     assert "drafthouse serve" in stderr
 
 
+def test_no_proxy_is_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with served() as url:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        assert invoke(url)[0] == 0
+        code, _, stderr = invoke("http://models.invalid")
+    assert code == 2
+    assert "nothing answers" in stderr
+
+
 def test_a_certificate_that_cannot_be_verified_is_taken_when_that_is_asked_for(tmp_path: Path) -> None:
     """As behind a port-forward, whose address no certificate names."""
     tls = make_certificate(tmp_path)

@@ -161,6 +161,9 @@ def test_the_environment_names_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("all_proxy", "http://any.example:3128")
     assert proxy_of("http://127.0.0.1:8000") is None
     assert proxy_of("http://elsewhere.example") == "http://any.example:3128"
+    monkeypatch.delenv("no_proxy")
+    for host in ("127.0.0.1", "localhost", "[::1]"):
+        assert proxy_of(f"http://{host}:8000") is None, "it would look for that on its own machine"
 
 
 def test_a_proxy_is_asked_in_place_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from deploy.load.report import (
     objectives_of,
     report_of,
 )
-from deploy.load.workload import PATHS, PlannedRequest, Workload
+from deploy.load.workload import PATHS, Endpoint, PlannedRequest, Workload
 from specdec.core.errors import ConfigError
 from tests.deploy.load.virtual import run_virtually
 
@@ -389,6 +389,25 @@ def test_workloads_are_reproducible_whatever_their_length() -> None:
     assert [request.body["messages"][0]["content"] for request in given] == ["a", "b", "a"]
     assert given[0].body["temperature"] == 0
     assert set(PATHS) == {"completions", "chat"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "extra", "limits"),
+    [
+        ("completions", {}, {"max_tokens": 7}),
+        ("chat", {}, {"max_completion_tokens": 7}),
+        ("completions", {"max_tokens": 3}, {"max_tokens": 3}),
+        ("chat", {"max_tokens": 3}, {"max_tokens": 3}),
+        ("chat", {"max_completion_tokens": 3}, {"max_completion_tokens": 3}),
+    ],
+)
+def test_an_answer_has_one_bound_in_the_field_of_its_endpoint(
+    endpoint: Endpoint, extra: dict[str, int], limits: dict[str, int]
+) -> None:
+    length = length_of("7", "")
+    workload = Workload(endpoint=endpoint, model="m", prompt_length=length, output_length=length, extra=extra)
+    (planned,) = workload.plan([Arrival(at_s=0.0)])
+    assert {name: value for name, value in planned.body.items() if name.startswith("max")} == limits
 
 
 def test_csv_and_pictures(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def series(name: str) -> str:
     return f"{PREFIX}{name}{suffix}{{{all_labels}}}"
 
 
+def refused_for(reason: str) -> str:
+    return series("fallback_requests_by_reason").replace("any", reason)
+
+
 def workers(state: str) -> str:
     return f'{PREFIX}num_workers{{job="drafthouse",part="target",compile="{state}"}}'
 
@@ -90,8 +94,10 @@ FAULTS: Mapping[str, Mapping[str, str] | None] = {
     "DrafthouseDraftPoolEmpty": {series("draft_workers"): gauge(0)},
     "DrafthouseDraftsLate": {series("draft_deadline_misses"): f"0+6x{MINUTES}"},
     "DrafthouseDraftPoolFull": {
-        series("draft_sequences_refused"): GROWS,
-        series("draft_pool_usage_perc"): gauge(1),
+        # Memory is short, places are not.
+        refused_for("place"): f"0+20x{MINUTES}",
+        series("draft_sequences_refused"): f"0+20x{MINUTES}",
+        series("draft_pool_usage_perc"): gauge(0.3),
     },
     "DrafthouseDraftPoolNotWorth": {series("speculation_pool_worth"): gauge(0.9)},
     "DrafthouseAcceptanceFell": {
@@ -304,6 +310,25 @@ def test_there_need_be_nobody_where_nobody_asks(tmp_path: Path) -> None:
             scenario(well() | at_rest | in_vain, missed),
             # Autoscaling has asked for one, and nobody waits any more.
             scenario(well() | at_rest | {wanted: gauge(1)}, {"DrafthouseTargetGroupsMissing"}),
+        ],
+    )
+
+
+@needs_promtool
+def test_a_draft_pool_is_full_when_requests_go_without_drafts_for_it(tmp_path: Path) -> None:
+    """Places and memory alike, added up; not when few do, nor for another reason."""
+    without = {
+        name: values for name, values in well().items() if name != series("fallback_requests_by_reason")
+    }
+    few = {refused_for("place"): f"0+2x{MINUTES}"}
+    both = few | {refused_for("memory"): f"0+2x{MINUTES}"}
+    late = {refused_for("late"): GROWS, series("draft_pool_usage_perc"): gauge(1)}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(without | few, set()),
+            scenario(without | both, {"DrafthouseDraftPoolFull"}),
+            scenario(without | late, set()),
         ],
     )
 

@@ -16,6 +16,8 @@ from deploy.monitoring.rule import Recording
 from deploy.monitoring.rules import rule_groups
 from tests.deploy.monitoring.exposition import exported_labels
 from tests.deploy.monitoring.expressions import filled, mistakes, references
+from tests.deploy.monitoring.prometheus import needs_promtool
+from tests.deploy.monitoring.test_alerts import run_scenarios
 
 EXPORTED = exported_labels()
 RULES = [rule for group in rule_groups() for rule in group.rules]
@@ -84,6 +86,9 @@ def test_models_are_added_up_on_dashboards_and_stay_apart_in_alerts() -> None:
         f"avg by (job) (max by (job, model_name) (ray_drafthouse_kv_cache_usage_perc{chosen}))"
     )
     assert "model_name" not in SHOWN.rate("http_requests")
+    assert SHOWN.mean_gauge("draft_utilization") == (
+        f"avg by (job) (max by (job, model_name) (ray_drafthouse_draft_utilization{chosen}))"
+    )
     apart = Scope(window="5m", tells_models=True)
     assert apart.gauge("coordinators") == "max by (job, model_name) (ray_drafthouse_coordinators)"
     assert apart.rate("overlap_rounds") == (
@@ -103,17 +108,56 @@ def test_variables_ask_for_what_is_exported() -> None:
                 assert asked[2] in EXPORTED[metric]
 
 
-def test_what_the_documentation_has_other_scalers_ask_for_is_exported() -> None:
+def queries_of_scalers() -> list[str]:
+    """What the documentation has KEDA ask Prometheus."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
     objects = [
         yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion: keda.*?)```", page, re.DOTALL)
     ]
-    queries = [trigger["metadata"]["query"] for scaled in objects for trigger in scaled["spec"]["triggers"]]
+    return [trigger["metadata"]["query"] for scaled in objects for trigger in scaled["spec"]["triggers"]]
+
+
+def test_what_the_documentation_has_other_scalers_ask_for_is_exported() -> None:
+    queries = queries_of_scalers()
     assert len(queries) == 2
     for query in queries:
         asked = references(query).labels_by_metric
         assert asked.keys() <= EXPORTED.keys()
-        assert all(EXPORTED[metric] >= labels for metric, labels in asked.items())
+        assert all(labels == {"job"} for labels in asked.values()), "of one cluster"
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("values", "wanted", "wait_s"),
+    [
+        pytest.param((70, 40, 0, 2), 1, 1.5, id="one group more"),
+        pytest.param((70, 20, 0, 2), 0, 1.5, id="enough"),
+        pytest.param((None, None, 3, 0), 1, None, id="no group, and somebody waits"),
+        pytest.param((None, None, 0, 0), 0, None, id="no group, and nobody waits"),
+    ],
+)
+def test_other_scalers_get_the_same_number_however_many_addresses_are_scraped(
+    tmp_path: Path, values: tuple[int | None, ...], wanted: int, wait_s: float | None
+) -> None:
+    """Of 64 places for each group 0.8 are to be taken. Other jobs are other clusters."""
+    groups, queue = queries_of_scalers()
+    (job,) = set(re.findall(r'job="([^"]*)"', groups + queue))
+    names = ("num_requests_running", "num_requests_waiting", "num_requests_without_group", "coordinators")
+    scraped = dict(zip(names, values, strict=True)) | {"queue_wait_seconds": wait_s}
+    history = [
+        {"series": f'{PREFIX}{name}{{job="{one}",instance="{instance}"}}', "values": f"{value * times}x5"}
+        for name, value in scraped.items()
+        if value is not None
+        for one, times in ((job, 1), ("another/cluster", 9))
+        for instance in ("10.0.0.1:8000", "10.0.0.2:8000")
+    ]
+    samples = ((groups, wanted), *([] if wait_s is None else [(queue, wait_s)]))
+    expected = [
+        {"expr": query, "eval_time": "5m", "exp_samples": [{"labels": f'{{job="{job}"}}', "value": value}]}
+        for query, value in samples
+    ]
+    test = {"interval": "1m", "input_series": history, "promql_expr_test": expected}
+    run_scenarios(tmp_path, [test])
 
 
 def test_every_series_is_on_some_page_or_left_out_for_a_reason() -> None:

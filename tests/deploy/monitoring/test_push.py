@@ -232,3 +232,11 @@ def test_files_cannot_be_written_into_a_file(tmp_path: Path) -> None:
     result = runner.invoke(app, ["dashboards", "write", str(tmp_path / "taken")])
     assert result.exit_code == 2
     assert "cannot write dashboards" in told(result)
+
+
+def test_no_proxy_is_asked_for_this_machine(pusher: Pusher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    result = pusher.push()
+    assert result.exit_code == 0, result.stderr

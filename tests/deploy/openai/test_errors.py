@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from typing import Any
@@ -52,7 +53,8 @@ def refusing_door() -> Door:
         ({"temperature": 1e300}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": [1]}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 0, "top_k": -2}, "top_k"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": NAN}, "top_p"),
         ({"top_k": -2}, "top_k"),
@@ -125,7 +127,10 @@ def refusing_door() -> Door:
         ({"prompt": {"text": "a"}}, "prompt"),
         ({"prompt": [128]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
-        ({"prompt": ["a"] * 300}, "n"),
+        ({"prompt": ["a"] * 300}, "prompt"),
+        ({"prompt": ["a"] * 300, "n": 1, "best_of": 1}, "prompt"),
+        ({"prompt": ["a"] * 200, "n": 2}, "n"),
+        ({"prompt": ["a"] * 200, "best_of": 2}, "best_of"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,6 +161,16 @@ def test_bad_completion_field(refusing_door: Door, fields: dict[str, Any], param
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
             "messages[0].tool_calls[0].function",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]},
+            "messages[0]",
+        ),
+        ({"messages": [{"role": "assistant", "refusal": 5}]}, "messages[0].refusal"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "refusal", "text": "no"}]}]},
+            "messages[0].content[0].refusal",
         ),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
@@ -284,6 +299,35 @@ def test_body_that_is_no_json(door: Door, content: bytes, code: str) -> None:
     response = door.post("/v1/completions", content=content)
     assert response.status_code == 400
     assert error_of(response)["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("encodings", "refused"),
+    [
+        (["gzip"], "gzip"),
+        (["identity, GZIP"], "GZIP"),
+        (["identity", "zstd"], "zstd"),
+        (["identity"], None),
+        (["Identity", ""], None),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_body_that_is_compressed_is_415(
+    door: Door, path: str, encodings: list[str], refused: str | None
+) -> None:
+    body = (
+        {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    )
+    headers = [("Content-Encoding", encoding) for encoding in encodings]
+    if refused is None:
+        assert door.post(path, body, headers=headers).status_code == 200
+        return
+    response = door.post(path, content=gzip.compress(json.dumps(body).encode()), headers=headers)
+    assert response.status_code == 415
+    error = error_of(response)
+    assert (error["param"], error["code"]) == ("Content-Encoding", "unsupported_encoding")
+    assert repr(refused) in error["message"]
+    assert door.service.requests == []
 
 
 @pytest.mark.parametrize("content", [b"[]", b"5", b'"x"', b"null"])

@@ -682,3 +682,22 @@ def test_while_keys_are_unread_nobody_is_let_in_and_nobody_is_called_wrong() -> 
     assert ring.why_unread is None, "what was read last stays"
     ask("/v1/models")
     assert len(passed) == 3
+
+
+def test_requests_for_text_that_fail_while_keys_are_unread_are_counted_as_such() -> None:
+    """Alerts go by the routes for text. Strangers who are refused there have been promised nothing."""
+    ring, metrics, door = KeyRing(None), DoorMetrics(), Door()
+    tokenizer = HuggingFaceTokenizer(door.tokenizer)
+    door.app = create_app(door.service, door.settings, tokenizer, ring, metrics=metrics)
+
+    def counted(route: str, status: int) -> float:
+        return metrics.http_requests.labels(route, str(status))._value.get()
+
+    ring.note_unread("keys.txt cannot be read")
+    assert door.complete().status_code == door.chat().status_code == 503
+    assert door.get("/v1/models").status_code == 503
+    assert counted("/v1/completions", 503) == counted("/v1/chat/completions", 503) == 1
+    assert counted("other", 503) == 1
+    ring.replace([key_of("right")])
+    assert door.complete().status_code == 401
+    assert (counted("/v1/completions", 401), counted("other", 401)) == (0, 1)

@@ -39,6 +39,8 @@ def ask(method: str, path: str, prefix: str, headers: dict[str, str] | None = No
     [
         ("POST", "/v1/completions"),
         ("GET", "/v1/models"),
+        ("HEAD", "/v1/models"),
+        ("GET", "/v1/models/"),
         ("GET", "/v1/models/scripted"),
         ("GET", "/v1/status"),
     ],
@@ -46,7 +48,8 @@ def ask(method: str, path: str, prefix: str, headers: dict[str, str] | None = No
 def test_the_api_takes_a_key(prefix: str, method: str, path: str) -> None:
     refused = ask(method, path, prefix)
     assert refused.status_code == 401
-    error_of(refused)
+    if method != "HEAD":
+        error_of(refused)
     assert ask(method, path, prefix, WITH_KEY).status_code == 200
 
 
@@ -54,6 +57,7 @@ def test_the_api_takes_a_key(prefix: str, method: str, path: str) -> None:
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/openapi.json"])
 def test_what_is_open_takes_none(prefix: str, path: str) -> None:
     assert ask("GET", path, prefix).status_code == 200
+    assert ask("HEAD", path, prefix).status_code == 200
     assert ask("GET", f"{path}/", prefix).status_code == 307, "sent on to the path without the slash"
 
 

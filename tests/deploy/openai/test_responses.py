@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from typing import Any
 
+import httpx
 import pytest
+from tokenizers.processors import TemplateProcessing
 
+from deploy.openai.protocol import ChatMessage
 from deploy.openai.settings import DoorSettings
 from specdec.sampling.noise import choice_seed
 from tests.deploy.openai.fakes import DESCRIPTION, PIECES, Door, ScriptedService, error_of, events_of
+from tests.deploy.openai.live import live_server
 
 TEXT = "".join(PIECES)
 
@@ -78,6 +84,25 @@ def test_sampling_fields_reach_the_service(door: Door) -> None:
     assert seen == fields | {"stop": ("a", "b"), "stop_token_ids": (9,), "allowed_token_ids": (7, 8)}
     assert request.num_draft_tokens == 0
     assert request.kv_budget is None
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"temperature": 1e-5}, (0.0, None, 1.0)),
+        ({"temperature": 5e-324, "top_p": 0.5}, (0.0, None, 0.5)),
+        ({"temperature": 1e-4}, (1e-4, None, 1.0)),
+        ({"top_p": 0}, (1.0, 1, 1.0)),
+        ({"top_p": 0.0, "top_k": 50, "temperature": 0.7}, (0.7, 1, 1.0)),
+        ({"top_p": 1e-9}, (1.0, None, 1e-9)),
+    ],
+)
+def test_what_is_as_good_as_greedy_is_put_as_the_engine_does(
+    door: Door, given: dict[str, Any], taken: tuple[float, int | None, float]
+) -> None:
+    assert door.complete(**given).status_code == 200
+    params = door.service.requests[0].params
+    assert (params.temperature, params.top_k, params.top_p) == taken
 
 
 def test_a_drafter_reaches_the_service(door: Door) -> None:
@@ -160,8 +185,52 @@ def test_chat_template_roles_and_parts(door: Door) -> None:
         {"role": "user", "content": "v"},
     ]
     assert door.chat(messages=messages).status_code == 200
-    ids = door.service.requests[0].prompt_token_ids
-    assert "".join(chr(30 + token_id) for token_id in ids) == "[system]s[user]u[assistant]a[user]v[assistant]"
+    assert prompt_of(door) == "[system]s[user]u[assistant]a[user]v[assistant]"
+
+
+def test_what_clients_mark_for_a_cache_is_text_as_any(door: Door) -> None:
+    part = {"type": "text", "text": "u", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    assert door.chat(messages=[{"role": "user", "content": [part]}]).status_code == 200
+    assert prompt_of(door) == "[user]u[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"refusal": "no"}, "no"),
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": "", "refusal": "no"}, "no"),
+        ({"content": "well", "refusal": "no"}, "well\nno"),
+        ({"content": "well", "refusal": ""}, "well"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({"content": [{"type": "text", "text": "well"}, {"type": "refusal", "refusal": "no"}]}, "well\nno"),
+    ],
+)
+def test_what_the_assistant_refused_with_is_what_it_said(message: dict[str, Any], text: str) -> None:
+    seen = ChatMessage.model_validate({"role": "assistant", **message}).for_template()
+    assert seen == {"role": "assistant", "content": text}
+
+
+def prompt_of(door: Door) -> str:
+    """The last one, of the fake tokenizer's single characters."""
+    return "".join(chr(30 + token_id) for token_id in door.service.requests[-1].prompt_token_ids)
+
+
+@pytest.mark.parametrize("prompt", ["", None, ["", ""]])
+def test_a_text_without_characters_is_what_the_tokenizer_begins_texts_with(prompt: Any) -> None:
+    door = Door()
+    bos, bos_id = door.tokenizer.bos_token, door.tokenizer.bos_token_id
+    assert bos is not None
+    assert bos_id is not None
+    door.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, bos_id)]
+    )
+    response = door.complete(prompt=prompt, echo=True)
+    assert [choice["text"] for choice in response.json()["choices"]] == [TEXT] * (2 if prompt else 1)
+    assert {request.prompt_token_ids for request in door.service.requests} == {(bos_id,)}
+    refused = door.complete(prompt=prompt, add_special_tokens=False)
+    assert error_of(refused)["param"] == ("prompt[0]" if prompt else "prompt")
+    assert error_of(door.post("/v1/completions", {}))["message"] == "prompt is required"
 
 
 def test_completion_logprobs(door: Door) -> None:
@@ -292,6 +361,7 @@ def test_models(door: Door) -> None:
     listed = door.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["scripted"]
     assert door.get("/v1/models/scripted").json() == listed["data"][0]
+    assert door.get("/v1/models/").json() == listed, "as it is asked for by who has no name to put there"
     response = door.get("/v1/models/gpt-4")
     assert response.status_code == 404
     assert error_of(response)["code"] == "model_not_found"
@@ -313,6 +383,20 @@ def test_health_is_true(door: Door) -> None:
     assert error_of(response)["code"] == "not_ready"
     assert door.get("/v1/models").json()["data"] == []
     assert door.complete().status_code == 503
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/v1/models", "/v1/models/scripted", "/v1/status", "/metrics", "/openapi.json"]
+)
+def test_who_sends_head_is_told_what_get_would_say(door: Door, path: str) -> None:
+    with live_server(door.app) as url:
+        asked, got = httpx.head(f"{url}{path}"), httpx.get(f"{url}{path}")
+        assert asked.status_code == got.status_code == 200
+        assert asked.headers["content-type"] == got.headers["content-type"]
+        assert asked.content == b""
+        door.service.is_ready = False
+        assert httpx.head(f"{url}/health").status_code == 503
+    assert asyncio.run(door.send("HEAD", "/v1/completions")).status_code == 405
 
 
 def test_prometheus_text(door: Door) -> None:

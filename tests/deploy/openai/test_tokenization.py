@@ -160,3 +160,16 @@ def test_tools_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *others = asyncio.run(run())
     assert isinstance(first, tuple)
     assert all(isinstance(other, CapacityError) for other in others)
+
+
+def test_a_text_is_neither_cut_nor_filled_up() -> None:
+    """Whatever the tokenizer's file says, as those of embedding models and of fine-tuned ones do."""
+    plain = byte_level()
+    plain.backend_tokenizer.enable_truncation(4)
+    plain.backend_tokenizer.enable_padding(length=64)
+    plain.chat_template = "{{ messages[0].content }}"
+    tokenizer = HuggingFaceTokenizer(plain)
+    for text in ("ab", "abcdefgh", "abc " * INLINE_CHARACTERS):
+        assert len(encode(tokenizer, text)) == len(text)
+        chat = tokenizer.encode_chat([{"role": "user", "content": text}], add_generation_prompt=True)
+        assert len(asyncio.run(chat)) == len(text)

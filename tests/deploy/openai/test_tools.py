@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.openai.json_text import read_json
 from deploy.openai.protocol import ChatBody
-from deploy.openai.tools import CallReader, ReadCall, read_reply
+from deploy.openai.tools import CLOSING, OPENING, CallReader, ReadCall, read_reply
 from specdec.core.sampling_params import Grammar
 from specdec.sampling.grammar_library import compile_matcher
 from tests.deploy.openai.byte_level import byte_level_client
@@ -43,6 +46,11 @@ def parts(calls: list[ReadCall]) -> list[tuple[str, Any]]:
 
 ROME = ("weather", {"city": "Rome", "days": 2})
 INNER = '<tool_call>{"name": "now", "arguments": {"a": "<tool_call>{"}}</tool_call>'
+ABOUT_CALLS = (
+    '<tool_call>{"name": "now", "arguments": {"a": "</tool_call>", "b": "\\\\\\"</tool_call>{"}}</tool_call>'
+)
+ON_CALLS = ("now", {"a": "</tool_call>", "b": '\\"</tool_call>{'})
+CLOSED = '<tool_call>{"name": "now"}</tool_call>'
 REPLIES = [
     ("no call", "no call", []),
     (CALL, "", [ROME]),
@@ -66,6 +74,14 @@ REPLIES = [
     (f"<tool_call>{{{INNER}", "<tool_call>{", [("now", {"a": "<tool_call>{"})]),
     ("<tool_call> \n{x <tool_call>{y", "<tool_call> \n{x <tool_call>{y", []),
     ("<tool_call>\n \t", "<tool_call>\n \t", []),
+    (f"{ABOUT_CALLS} x", " x", [ON_CALLS]),
+    (f"{ABOUT_CALLS}{CALL}", "", [ON_CALLS, ROME]),
+    (ABOUT_CALLS[:60], ABOUT_CALLS[:60], []),
+    (f'<tool_call>{{"x{NOW}', '<tool_call>{"x', [("now", {})]),
+    (f'<tool_call>{{"x{CLOSED}', '<tool_call>{"x', [("now", {})]),
+    (f'<tool_call>{{"x\\\\"{CLOSED}" x', '<tool_call>{"x\\\\"" x', [("now", {})]),
+    (f'<tool_call>{{\\"x{CLOSED}', '<tool_call>{\\"x', [("now", {})]),
+    (f"<tool_call>{{</tool_{CLOSED}", "<tool_call>{</tool_", [("now", {})]),
 ]
 
 
@@ -75,6 +91,7 @@ def test_reply_is_read(text: str, content: str, calls: list[tuple[str, Any]]) ->
     assert found == content
     assert parts(found_calls) == calls
     assert len({call.id for call in found_calls}) == len(calls)
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", call.id) for call in found_calls), "as Mistral's templates want"
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), REPLIES)
@@ -93,13 +110,45 @@ def test_reply_is_read_the_same_in_pieces(
     assert parts(found + last_calls) == calls
 
 
+def calls_in(text: str, is_complete: bool) -> list[tuple[str, Any]]:
+    """Return the calls in a reply by trying every closing tag, and its end."""
+    found = []
+    while OPENING in text:
+        text = text.partition(OPENING)[2]
+        ends = [closing.start() for closing in re.finditer(CLOSING, text)]
+        for end in [*ends, *([len(text)] if is_complete else [])]:
+            with contextlib.suppress(ValueError):
+                call = read_json(text[:end])
+                if isinstance(call, dict) and "name" in call:
+                    found.append((call["name"], call.get("arguments", {})))
+                    text = text[end:]
+                    break
+    return found
+
+
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), is_complete=st.booleans(), is_parallel=st.booleans())
 def test_how_a_reply_is_cut_makes_no_difference(
     data: st.DataObject, is_complete: bool, is_parallel: bool
 ) -> None:
     part = st.sampled_from(
-        [CALL, INNER, "<tool_call>", "</tool_call>", '{"name": "now"}', "{", "}", " ", "\n", "<", "x", '"']
+        [
+            CALL,
+            INNER,
+            "<tool_call>",
+            "</tool_call>",
+            '{"name": "now"}',
+            "{",
+            "}",
+            " ",
+            "\n",
+            "<",
+            "x",
+            '"',
+            "\\",
+            ABOUT_CALLS,
+            CLOSED,
+        ]
     )
     text = "".join(data.draw(st.lists(part, max_size=12)))
     content, calls = read_reply(text, is_complete=is_complete, is_parallel=is_parallel)
@@ -113,6 +162,8 @@ def test_how_a_reply_is_cut_makes_no_difference(
     assert found + piece == content
     assert parts(found_calls + more) == parts(calls)
     assert reader.num_calls == len(calls)
+    every = calls_in(text, is_complete)
+    assert parts(calls) == (every if is_parallel else every[:1])
     if not is_parallel:
         everything, every_call = read_reply(text, is_complete=is_complete)
         assert (everything, parts(every_call)[:1]) == (content, parts(calls))
@@ -273,6 +324,11 @@ def test_what_openais_library_adds_to_a_reply_is_taken_back() -> None:
     assert error_of(door.chat(messages=of_a_user))["param"] == "messages[0].parsed"
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 NAMED = {"type": "function", "function": {"name": "now"}}
 
 
@@ -288,6 +344,15 @@ NAMED = {"type": "function", "function": {"name": "now"}}
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tools": TOOLS[:1], "tool_choice": NAMED}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("required", "now"), "guided_regex": "a"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", "now", "then")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "now")}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "now")}, "tool_choice.allowed_tools.mode"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+            "tool_choice.allowed_tools",
+        ),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
             "messages[0].tool_calls[0].function",
@@ -302,6 +367,65 @@ def test_bad_tools(fields: dict[str, Any], param: str) -> None:
     assert response.status_code == 400
     assert error_of(response)["param"] == param
     assert door.service.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_the_tools_of_the_request_are_called(stream: bool) -> None:
+    other = '<tool_call>{"name": "other"}</tool_call>'
+    assert told(door_with(pieces_of(f"{other} {NOW}")), stream=stream) == (f"{other} ", ["now"], "tool_calls")
+    assert told(door_with(pieces_of(other)), stream=stream) == (other, [], "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_tools_that_are_allowed_are_called(stream: bool) -> None:
+    door = door_with(pieces_of(f"{CALL} {NOW}"))
+    reply = told(door, stream=stream, tool_choice=allowed("auto", "now", "now"))
+    assert reply == (f"{CALL} ", ["now"], "tool_calls")
+    assert prompt_of(door).startswith("now;[user]")
+    assert door.service.requests[-1].params.grammar is None
+
+
+def test_allowed_tools_are_as_if_there_were_no_others() -> None:
+    for mode in ("auto", "required"):
+        for fields in ({}, {"response_format": PLACE_FORMAT}, {"parallel_tool_calls": False}):
+            bodies = [
+                ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], **fields, **choice})
+                for choice in (
+                    {"tools": TOOLS, "tool_choice": allowed(mode, "now")},
+                    {"tools": TOOLS[1:], "tool_choice": mode},
+                )
+            ]
+            some, others = bodies
+            assert some.grammar == others.grammar
+            assert some.template_tools == others.template_tools
+            assert some.callable_names == others.callable_names == {"now"}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_format_is_for_text_and_forced_calls_are_none(choice: Any) -> None:
+    for wanted in (PLACE_FORMAT, {"type": "json_object"}):
+        grammar = grammar_of(response_format=wanted, tool_choice=choice)
+        assert grammar == grammar_of(tool_choice=choice)
+        assert grammar.param == "tools"
+    assert door_with(("ok",)).chat(tools=TOOLS, tool_choice=choice, response_format=PLACE_FORMAT).is_success
+
+
+def test_calls_are_echoed_to_templates_that_check_their_ids() -> None:
+    """As Mistral's do."""
+    template = (
+        "{% if tools %}tools{% endif %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{% if c.id | length != 9 %}{{ raise_exception('ids have 9 characters') }}{% endif %}{{ c.id }}"
+        "{% endfor %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    door = door_with(pieces_of(f"{NOW}\n{NOW}"), template)
+    user = {"role": "user", "content": "when?"}
+    message = door.chat(messages=[user], tools=TOOLS).json()["choices"][0]["message"]
+    ids = [call["id"] for call in message["tool_calls"]]
+    results = [{"role": "tool", "tool_call_id": one, "content": "noon"} for one in ids]
+    assert door.chat(messages=[user, message, *results], tools=TOOLS).status_code == 200
+    assert "".join(ids) in prompt_of(door)
+    message["tool_calls"][0]["id"] = "call_1"
+    assert error_of(door.chat(messages=[user, message, *results], tools=TOOLS))["param"] == "messages"
 
 
 def test_template_that_knows_no_tools_is_told_apart() -> None:

@@ -161,6 +161,14 @@ def test_first_stop_string_in_the_text_wins() -> None:
     assert scan(StopScanner(["y", "xx"], include_stop=False), ["axxby"])[1] == StopMatch("xx", "a")
 
 
+def test_text_that_is_held_for_a_longer_stop_string_stays_ordinary() -> None:
+    """Before min_tokens a stop string was complete; another must not bring it back."""
+    for then, found in (("x", "abx"), ("c", StopMatch("abc", "")), ("b", StopMatch("b", "ab"))):
+        scanner = StopScanner(["abc", "b"], include_stop=False)
+        assert scanner.feed("ab", look=False) == ""
+        assert scanner.feed(then, look=True) == found
+
+
 def test_complete_stop_string_is_ordinary_text_before_min_tokens() -> None:
     scanner = StopScanner(["ab"], include_stop=False)
     assert scanner.feed("ab", look=False) == "ab"

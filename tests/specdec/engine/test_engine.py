@@ -13,6 +13,7 @@ from specdec.core.errors import CapacityError, ChannelClosed, ChannelTimeout, In
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.proposal import Proposal
+from specdec.core.request import LatencyTarget
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
@@ -415,6 +416,67 @@ class TestOverload:
         with pytest.raises(CapacityError):
             engine.add_request(request("more urgent", priority=-1))
         assert {o.finish_reason for o in outputs_of(engine) if o.finish_reason} == {"length"}
+
+    def test_what_has_begun_elsewhere_is_taken_in_and_goes_before_newcomers(self) -> None:
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=1)
+        engine.add_request(request("running"))
+        engine.step()
+        engine.add_request(request("newcomer"))
+        whole = expected_tokens(request("begun"))
+        engine.add_request(request("begun", delivered=whole[:3]))
+        with pytest.raises(CapacityError):  # control
+            engine.add_request(request("late"))
+        outputs = outputs_of(engine)
+        ended = [output.request_id for output in outputs if output.finish_reason]
+        assert ended == ["running", "begun", "newcomer"]
+        assert [t for o in outputs if o.request_id == "begun" for t in o.token_ids] == whole[3:]
+
+    def test_what_was_taken_in_elsewhere_is_neither_late_nor_displaced(self) -> None:
+        clock = ManualClock()
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=2, clock=clock)
+        engine.add_request(request("slow", owner="a"))
+        while engine.has_work:
+            clock.advance(100.0)
+            engine.step()
+        engine.add_request(request("first", owner="a"))
+        moved = request("moved", owner="a", timeout_s=20_000.0)
+        hurried = replace(moved, slo=LatencyTarget(ttft_ms=1.0))
+        with pytest.raises(LateError):  # control
+            engine.add_request(hurried)
+        engine.add_request(replace(hurried, was_admitted=True))
+        engine.add_request(request("other", owner="a"))
+        engine.step()
+        with pytest.raises(CapacityError):  # the last, "other", is of its owner
+            engine.add_request(request("more", owner="a"))
+        engine.abort(RequestId("other"))
+        engine.step()
+        engine.add_request(replace(request("other", owner="a"), was_admitted=True))
+        with pytest.raises(CapacityError):  # "other" was promised to be served now
+            engine.add_request(request("single", owner="b"))
+        ended = {o.request_id: o.finish_reason for o in outputs_of(engine) if o.finish_reason}
+        assert ended == {"first": "length", "moved": "length", "other": "length"}
+
+    def test_a_newer_epoch_takes_the_place_of_the_older_in_a_full_queue(self) -> None:
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=1)
+        engine.add_request(request("running"))
+        engine.add_request(request("waiting"))
+        engine.add_request(request("waiting", epoch=1))
+        ended = [(o.request_id, o.epoch, o.finish_reason) for o in outputs_of(engine) if o.finish_reason]
+        assert sorted(ended) == [("running", 0, "length"), ("waiting", 0, "abort"), ("waiting", 1, "length")]
+
+    def test_a_newer_epoch_that_is_refused_leaves_no_older_one_behind(self) -> None:
+        clock = ManualClock()
+        engine = toy_engine(max_num_seqs=1, clock=clock)
+        engine.add_request(request("slow"))
+        while engine.has_work:
+            clock.advance(100.0)
+            engine.step()
+        engine.add_request(request("running"))
+        engine.add_request(request("waiting"))
+        with pytest.raises(LateError):
+            engine.add_request(request("waiting", epoch=1, timeout_s=1.0))
+        ended = [(o.request_id, o.finish_reason) for o in outputs_of(engine) if o.finish_reason]
+        assert sorted(ended) == [("running", "length"), ("waiting", "abort")]
 
     def test_what_cannot_be_complete_in_time_is_refused_at_once(self) -> None:
         clock = ManualClock()

@@ -22,7 +22,7 @@ from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar, GrammarKind, SamplingParams
 from specdec.engine.offline import GenerationResult, choice_requests
 from specdec.sampling.config import GrammarConfig
-from specdec.sampling.grammar import GrammarCompiler, GrammarState
+from specdec.sampling.grammar import Constrained, ConstrainedTree, GrammarCompiler, GrammarState
 from specdec.sampling.grammar_library import compile_matcher
 from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
 from tests.specdec.engine.toy_engines import tokens_of
@@ -377,39 +377,92 @@ def test_a_busy_machine_ends_no_request() -> None:
     assert state.failure is None
 
 
+class Walker:
+    """A matcher that allows everything but token 0, with a fault or a slow mask behind so many tokens."""
+
+    cpu_s = 0.0
+    """What all masks have taken."""
+
+    def __init__(self, *, fails_at: int = -1, slow_at: int = -1, num_walked: int = 0) -> None:
+        self.fails_at, self.slow_at, self.num_walked = fails_at, slow_at, num_walked
+
+    def deep_copy(self) -> Walker:
+        return Walker(fails_at=self.fails_at, slow_at=self.slow_at, num_walked=self.num_walked)
+
+    def try_consume_tokens(self, token_ids: list[int]) -> int:
+        num_allowed = len(token_ids) if 0 not in token_ids else token_ids.index(0)
+        self.num_walked += num_allowed
+        return num_allowed
+
+    def compute_bitmask(self) -> bytes:
+        Walker.cpu_s += 0.3 if self.num_walked == self.slow_at else 0.001
+        return b"\xfe"
+
+    def compute_ff_tokens(self) -> list[int]:
+        return [self.num_walked]
+
+    def is_error(self) -> bool:
+        return self.num_walked == self.fails_at
+
+    def get_error(self) -> str:
+        return "too large" if self.is_error() else ""
+
+    def is_accepting(self) -> bool:
+        return True
+
+
+def state_over(walker: Any, mask_timeout_s: float = 10.0) -> GrammarState:
+    return GrammarState(Grammar("choice", '["a"]'), walker, (), 1, mask_timeout_s)
+
+
 def test_nothing_is_forced_behind_a_token_that_was_not_kept() -> None:
     """The mask behind the second token cannot be had: what is forced behind it is not behind the first."""
-
-    class Walker:
-        def __init__(self, num_walked: int = 0) -> None:
-            self.num_walked = num_walked
-
-        def deep_copy(self) -> Walker:
-            return Walker(self.num_walked)
-
-        def try_consume_tokens(self, token_ids: list[int]) -> int:
-            self.num_walked += len(token_ids)
-            return len(token_ids)
-
-        def compute_bitmask(self) -> bytes:
-            return b"\xff"
-
-        def compute_ff_tokens(self) -> list[int]:
-            return [self.num_walked]
-
-        def is_error(self) -> bool:
-            return self.num_walked == 2
-
-        def get_error(self) -> str:
-            return "too slow" if self.is_error() else ""
-
-        def is_accepting(self) -> bool:
-            return True
-
-    matcher: Any = Walker()
-    state = GrammarState(Grammar("choice", '["a"]'), matcher, (), 1, mask_timeout_s=10.0)
+    state = state_over(Walker(fails_at=2))
     assert state.constrain([7, 6, 5], 5).token_ids == (7,)
     assert state.constrain([7], 5).token_ids == (7,), "the second cannot be kept, forced or drafted"
+    assert state.failure is None
+
+
+def test_what_was_sampled_is_not_followed_by_anything_at_all() -> None:
+    """A token that the rule may accept has the grammar's mask behind it, or the request ends."""
+    chain, tree = (state_over(Walker(fails_at=2)) for _ in range(2))
+    assert chain.constrain([7, 6, 5], 5, is_sampled=True) == Constrained((), (b"\x00",))
+    assert tree.constrain_tree([7, 6, 5], [-1, 0, -1], is_sampled=True) == ConstrainedTree((), (b"\x00",))
+    assert chain.failure == tree.failure == "too large"
+    forbidden = state_over(Walker(fails_at=9)).constrain([7, 0, 5], 5, is_sampled=True)
+    assert forbidden == Constrained((7, 0), (b"\xfe", b"\xfe", b"\xff")), "never reached: p is 0"
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_slow_masks_behind_drafts_end_no_request(is_sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One state is slow: plain decoding asks once and is forgiven, so that drafting may not ask it away."""
+    monkeypatch.setattr("specdec.sampling.grammar.time.thread_time", lambda: Walker.cpu_s)
+    plain, drafting = (state_over(Walker(slow_at=2), 0.25) for _ in range(2))
+    for token_id in (7, 6, 5):
+        plain.constrain([], 0)
+        plain.commit([token_id])
+    assert drafting.allowed_after([7, 6]) == b"\xfe"
+    found = drafting.constrain([7, 6, 5], 3, is_sampled=is_sampled)
+    assert found == Constrained((7, 6, 5), (b"\xfe",) * 4), "masks that were slow are masks"
+    for token_id in (7, 6, 5):
+        drafting.commit([token_id])
+        drafting.constrain([], 0)
+        drafting.allowed_after(())
+    assert plain.failure is drafting.failure is None
+
+
+def test_drafts_that_cost_too_much_are_left_out_from_the_next_round_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specdec.sampling.grammar.time.thread_time", lambda: Walker.cpu_s)
+    state = state_over(Walker(slow_at=3), 0.25)
+    for _ in range(3):
+        assert state.constrain([7, 6, 5], 3, is_sampled=True).token_ids == (7, 6, 5)
+    state.commit([7])
+    assert state.constrain([6, 5], 3) == Constrained((), (b"\xfe",))
+    assert state.constrain_tree([6, 5], [-1, 0]) == ConstrainedTree((), (b"\xfe",))
+    assert state.allowed_after([6]) is None
+    assert state.allowed_after(()) == b"\xfe"
     assert state.failure is None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from scipy import stats
 
 from specdec.core.distributions import TokenDistribution
@@ -31,7 +32,9 @@ from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.lookup_config import SuffixConfig
 from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.suffix import SuffixProposer
 from specdec.sampling.noise import MASK_64
 from specdec.sampling.sampler import Sampler
 from specdec.transport.memory import Faults
@@ -121,22 +124,31 @@ def p_value(
     temperature: float = 0.8,
     num_draft_tokens: int = 2,
     num_more: int = 0,
+    num_times: int = 1,
 ) -> float:
     """Chi-square of what an engine generates over seeds, all in one batch after the other, against p.
 
-    With `num_more` tokens behind those that are looked at, drafts of as many are of use.
+    With `num_more` tokens behind those that are looked at, drafts of as many are of use. With `num_times`
+    each request is sent as often, one after the other, and the last answer counts.
     """
     params = SamplingParams(temperature=temperature, max_tokens=LENGTH + num_more)
     engine = engine_of(rule, TINY, proposer, num_draft_tokens=num_draft_tokens, max_num_seqs=16)
     counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, num_streams, 500):
-        requests = [request(f"r{seed}", PROMPT, params, seed=seed) for seed in range(first, first + 500)]
-        for one in requests:
-            engine.add_request(one)
-        tokens: dict[RequestId, list[int]] = {one.request_id: [] for one in requests}
-        while engine.has_work:
-            for output in engine.step():
-                tokens[output.request_id].extend(output.token_ids)
+        tokens: dict[RequestId, list[int]] = {}
+        for time in range(num_times):
+            requests = [
+                msgspec.structs.replace(
+                    request(f"r{seed}-{time}", PROMPT, params, seed=seed), cache_salt=str(seed)
+                )
+                for seed in range(first, first + 500)
+            ]
+            for one in requests:
+                engine.add_request(one)
+            tokens = {one.request_id: [] for one in requests}
+            while engine.has_work:
+                for output in engine.step():
+                    tokens[output.request_id].extend(output.token_ids)
         counts.update(tuple(its[:LENGTH]) for its in tokens.values())
     metrics = engine.metrics()
     assert metrics.num_accepted_tokens > 0.1 * metrics.num_draft_tokens > 0
@@ -165,6 +177,38 @@ def test_a_drafter_may_cut_its_own_distribution() -> None:
 @pytest.mark.parametrize("rule", mostly_full(["rejection", "block"], ["rejection"]))
 def test_deterministic_drafts_are_exact(rule: str) -> None:
     assert p_value(rule, NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)) > 1e-4
+
+
+def suffix_of(rule: str, **settings: object) -> SpeculativeConfig:
+    return SpeculativeConfig.model_validate(
+        {"method": "suffix", "rejection_sample_method": rule, "allow_lossy": True, "suffix": settings}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", mostly_full(LOSSLESS, ["rejection"]))
+def test_the_same_request_again_is_sampled_like_the_first(rule: str) -> None:
+    """Its own text is looked up, and not what the same random numbers have decided before."""
+    proposer = SuffixProposer(suffix_of(rule, min_token_probability=0.0).lookup)
+    assert p_value(rule, proposer, num_streams=3_000, num_times=3, num_more=3) > 1e-4
+
+
+@pytest.mark.slow
+def test_control_texts_of_the_same_seed() -> None:
+    proposer = SuffixProposer(SuffixConfig())
+    assert p_value("rejection", proposer, num_streams=2_000, num_times=3, num_more=3) < 1e-10
+
+
+@pytest.mark.parametrize("rule", ["sample_and_match", *JUDGED])
+def test_which_rules_share_texts_between_requests(rule: str) -> None:
+    shares = rule not in LOSSLESS
+    assert (suffix_of(rule).lookup.num_shared_tokens > 0) == shares
+    assert suffix_of(rule, max_shared_tokens=0).lookup.num_shared_tokens == 0
+    if shares:
+        assert suffix_of(rule, max_shared_tokens=100).lookup.num_shared_tokens == 100
+    else:
+        with pytest.raises(ValidationError, match=r"suffix\.max_shared_tokens: 100 does not go with"):
+            suffix_of(rule, max_shared_tokens=100)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from specdec.core.errors import ResourceError
 from specdec.model import devices as module
-from specdec.model.devices import device_name, resolve_device
+from specdec.model.devices import device_name, require_gpus_used, resolve_device
 
 CPU = torch.device("cpu")
 
@@ -39,3 +39,14 @@ def test_a_gpu_is_its_product(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unusable_device() -> None:
     with pytest.raises(ResourceError, match="device 'no-such-device' cannot be used"):
         resolve_device("no-such-device")
+
+
+def test_a_gpu_that_was_given_is_not_left_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image without CUDA in a pod with a GPU: it would serve, many times slower, and nobody would know."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ResourceError, match=r"PyTorch \(.*\) sees no GPU: this worker was given 2"):
+        require_gpus_used("auto", 2)
+    require_gpus_used("auto", 0)
+    require_gpus_used("cpu", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_gpus_used("auto", 2)

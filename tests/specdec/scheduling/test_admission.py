@@ -11,7 +11,13 @@ from specdec.core.ids import RequestId
 from specdec.core.request import LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.kv.selection import KvBudgets, KvSelectionConfig
-from specdec.scheduling.admission import AdmissionLimits, check_in_time, check_queue, check_request
+from specdec.scheduling.admission import (
+    AdmissionLimits,
+    check_in_time,
+    check_queue,
+    check_request,
+    without_misfits,
+)
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.service_rates import Expectation
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
@@ -170,3 +176,25 @@ def test_who_need_not_wait_is_let_in_whatever_is_expected() -> None:
 def test_every_running_sequence_needs_a_row() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         SchedulerConfig(max_num_seqs=65, max_num_batched_tokens=64)
+
+
+def test_wishes_about_drafting_that_do_not_fit_here_are_left_out() -> None:
+    """Of what was taken in elsewhere: they change speed alone, and updates bring other drafters."""
+    wanted = request(drafter="old", kv_budget=32, num_draft_tokens=4)
+    bare = limits()
+    with pytest.raises(InputError):
+        check_request(wanted, bare)
+    fitting = without_misfits(wanted, bare)
+    check_request(fitting, bare)
+    assert (fitting.drafter, fitting.kv_budget, fitting.num_draft_tokens) == (None, None, 4)
+
+    small = limits(
+        kv_budgets=KvBudgets(KvSelectionConfig(policy="streaming", budget=16), 4),
+        drafters=DrafterSet(names=("own", "new"), shares=(0.0, 0.0)),
+    )
+    for one in (request(num_draft_tokens=13), request(kv_budget=5, num_draft_tokens=13, drafter="old")):
+        with pytest.raises(InputError):
+            check_request(one, small)
+        check_request(without_misfits(one, small), small)
+    kept = request(drafter="new", num_draft_tokens=2)
+    assert without_misfits(kept, small) == kept
