@@ -1,7 +1,7 @@
 """The controller beside plain decoding and fixed settings, as tables for docs/performance.md.
 
-python -m benchmarks.never_slower_tables docs/performance.md benchmarks/results/never-slower.json \
-    benchmarks/results/never-slower-steps.json    # what the second has instead of that of the first
+python -m benchmarks.never_slower_tables docs/performance.md benchmarks/results/never-slower.json
+A second result, if any, replaces what it has of the first.
 """
 
 from __future__ import annotations

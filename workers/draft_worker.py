@@ -112,7 +112,12 @@ class DraftWorkerProcess:
         grammars = build_draft_grammars(config)
         self._tap = None if speculative.online is None else TextTap(speculative.online)
         self._server = server = DraftServer(
-            self._channel, proposer, grammars=grammars, shares=shares, tap=self._tap
+            self._channel,
+            proposer,
+            grammars=grammars,
+            shares=shares,
+            tap=self._tap,
+            max_message_bytes=options.max_message_bytes,
         )
         self._proposer = proposer
         self._taking = False

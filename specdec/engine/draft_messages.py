@@ -1,7 +1,8 @@
-"""How long messages to draft workers are: their bound is what the longest of one sequence needs.
+"""How long messages to draft workers, and their answers, are.
 
-One message could tell all sequences of a coordinator at once, from their first token on. A draft worker has
-to understand it in one piece, however many others wait; so what is told is divided.
+The bound of the former is what the longest of one sequence needs. One message could tell all sequences of a
+coordinator at once, from their first token on. A draft worker has to understand it in one piece, however many
+others wait; so what is told is divided. Answers are divided where they do not fit into one message.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from specdec.core.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from specdec.engine.draft_entries import MAX_PENDING
 from specdec.transport.inbox import TURN_BYTES
-from specdec.transport.messages import ProposeEntry
+from specdec.transport.messages import DraftBranch, ProposeAnswer, ProposeEntry
 from specdec.transport.parts import in_parts
 
 _TOKEN_BYTES = 5
@@ -24,6 +25,10 @@ _ENTRY_BYTES = 128
 """All of an entry but its tokens, its opening and its name: some numbers, at most."""
 _HEAD_BYTES = 64
 """Of a message, before its entries."""
+_ANSWER_BYTES = 96
+"""All of an answer, or of a branch, but its tokens, their rows and its name, at most."""
+_ROW_BYTES = 11
+"""Of a row, beside what it holds."""
 _REST_BYTES = 4096
 """Of an opening: numbers, names and salts."""
 
@@ -71,3 +76,41 @@ class SizedEntry(NamedTuple):
 def divided(entries: Iterable[SizedEntry], max_message_bytes: int) -> Iterator[tuple[ProposeEntry, ...]]:
     """Yield the entries of one message after the other: a turn's worth, or what is longer alone."""
     return in_parts(entries, min(TURN_BYTES, max_message_bytes) - _HEAD_BYTES)
+
+
+def divided_answers(
+    answers: Iterable[ProposeAnswer], max_message_bytes: int
+) -> Iterator[tuple[ProposeAnswer, ...]]:
+    """Yield the answers of one message after the other; what is too long for any comes without its drafts."""
+    most_bytes = max_message_bytes - _HEAD_BYTES - _REST_BYTES
+    sized = ((answer, _answer_bytes(answer)) for answer in answers)
+    return in_parts(
+        (one if one[1] <= most_bytes else (_without_drafts(one[0]), _ANSWER_BYTES) for one in sized),
+        most_bytes,
+    )
+
+
+def _without_drafts(answer: ProposeAnswer) -> ProposeAnswer:
+    return msgspec.structs.replace(
+        answer, token_ids=(), noise_stream=None, parents=None, q_rows=None, branches=()
+    )
+
+
+def _answer_bytes(answer: ProposeAnswer) -> int:
+    """Return how long an answer is, or a little more: encoding it to find out would double what it costs."""
+    num_parents = 0 if answer.parents is None else len(answer.parents)
+    return (
+        4 * len(answer.request_id)
+        + _TOKEN_BYTES * num_parents
+        + _drafted_bytes(answer)
+        + sum(map(_drafted_bytes, answer.branches))
+    )
+
+
+def _drafted_bytes(drafted: ProposeAnswer | DraftBranch) -> int:
+    rows = drafted.q_rows or ()
+    return (
+        _ANSWER_BYTES
+        + _TOKEN_BYTES * len(drafted.token_ids)
+        + sum(_ROW_BYTES + len(row.token_ids) + len(row.probabilities) for row in rows)
+    )

@@ -18,6 +18,7 @@ from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_entries import answer_to, are_token_ids, is_valid
 from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
+from specdec.engine.draft_messages import divided_answers
 from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
 from specdec.engine.text_tap import TextTap
 from specdec.proposers.base import (
@@ -29,7 +30,7 @@ from specdec.proposers.base import (
     ReadsStates,
     counters_of,
 )
-from specdec.transport.base import Channel, Envelope, PeerId, dropped_series
+from specdec.transport.base import MAX_MESSAGE_BYTES, Channel, Envelope, PeerId, dropped_series
 from specdec.transport.messages import (
     DraftOpening,
     ProposeAnswer,
@@ -194,11 +195,14 @@ class DraftServer:
         shares: DraftShareConfig | None = None,
         tap: TextTap | None = None,
         clock: Clock | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests.
 
-        `tap` hears of every sequence that ends.
+        `tap` hears of every sequence that ends. `max_message_bytes` is the longest message that `channel`
+        sends.
         """
+        self._max_message_bytes = max_message_bytes
         self._channel = channel
         self._proposer = proposer
         self._ahead: LooksAhead | None = None
@@ -538,13 +542,19 @@ class DraftServer:
         draft_s: float = 0.0,
         counts: dict[str, int] | None = None,
     ) -> None:
-        """Answer; say how busy it is here."""
+        """Answer, in as many messages as it takes; say how busy it is here.
+
+        The first one tells what was spent and counted: of a round that nobody waits for any more, that is the
+        one that is looked at.
+        """
         busy = (0, 0, 0)
         if self._shares.max_sequences is not None:
             busy = self.num_sequences, self._shares.max_sequences, max(0, self._num_places(coordinator))
         now_s = self._clock.now_s()
-        reply = ProposeReply(round_id, tuple(answers), draft_s, counts, *busy, now_s, self._told_length)
-        self._channel.send(coordinator, reply)
+        for part in divided_answers(answers, self._max_message_bytes):
+            reply = ProposeReply(round_id, part, draft_s, counts, *busy, now_s, self._told_length)
+            self._channel.send(coordinator, reply)
+            draft_s, counts = 0.0, None
 
     def _propose(self, wishes: Sequence[_Wish]) -> Mapping[RequestId, Sequence[Proposal]]:
         """Ask for everything at once. Entries with a fan-out have several answers, others one at most."""

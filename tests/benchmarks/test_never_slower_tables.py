@@ -10,10 +10,7 @@ from benchmarks.never_slower_tables import PART, SCRIPT, tables
 from benchmarks.pages import put_into
 
 ROOT = Path(__file__).parents[2]
-RESULTS = [
-    json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-    for name in ("never-slower.json", "never-slower-steps.json")
-]
+RESULTS = [json.loads((ROOT / "benchmarks" / "results" / "never-slower.json").read_text())]
 
 
 def a_result(median: float, upper: float, date: str, **more: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -10,21 +10,24 @@ import msgspec
 import pytest
 
 from specdec.core.clock import ManualClock
+from specdec.core.distributions import TokenDistribution
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.toy_runner import ToyRunner
 from specdec.engine.toy_target import ToyModel
 from specdec.kv.selection import KvSelectionConfig
-from specdec.proposers.base import AheadWish, Proposer
+from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
-from specdec.transport.base import PeerId
+from specdec.transport.base import MAX_MESSAGE_BYTES, PeerId
 from specdec.transport.memory import MemoryNetwork
 from specdec.transport.messages import (
     DraftBranch,
@@ -34,6 +37,7 @@ from specdec.transport.messages import (
     ProposeReply,
     ProposeRequest,
     Release,
+    encode,
 )
 from tests.specdec.proposers.contract import FrozenView
 
@@ -51,11 +55,22 @@ class Bench:
     """A draft server, and coordinators played by the test."""
 
     def __init__(
-        self, proposer: Proposer, num_coordinators: int = 2, shares: DraftShareConfig | None = None
+        self,
+        proposer: Proposer,
+        num_coordinators: int = 2,
+        shares: DraftShareConfig | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.network = MemoryNetwork(seed=0, clock=ManualClock())
-        channel = self.network.open(PeerId("draft"))
-        self.server = DraftServer(channel, proposer, shares=shares, clock=self.network.clock)
+        channel = self.network.open(PeerId("draft"), max_message_bytes=max_message_bytes)
+        self.server = DraftServer(
+            channel,
+            proposer,
+            shares=shares,
+            clock=self.network.clock,
+            max_message_bytes=max_message_bytes,
+        )
+        self.replies: list[ProposeReply] = []
         self.channels = [self.network.open(PeerId(f"c{index}")) for index in range(num_coordinators)]
         channel.admit([one.address for one in self.channels])
         for one in self.channels:
@@ -77,6 +92,7 @@ class Bench:
                     message = channel.receive(0).message
                     assert isinstance(message, ProposeReply)
                     answers[-1] += message.answers
+                    self.replies.append(message)
         return answers
 
 
@@ -294,3 +310,43 @@ def test_who_is_gone_is_forgotten_though_nobody_says_anything() -> None:
     assert bench.network.clock.now_s() < 10.0, "it was woken"
     assert not bench.server.step(0)
     assert bench.server.num_sequences == 0
+
+
+class Wide(NgramProposer):
+    """Drafts tokens that come with rows as wide as those of large vocabularies."""
+
+    capabilities = ProposerCapabilities(name="wide", sampled=True, noise_stream="draft", gives_q_rows=True)
+
+    def propose(
+        self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]
+    ) -> dict[RequestId, Proposal]:
+        row = TokenDistribution(bytes(4 * 1000), bytes(4 * 1000))
+        return {
+            one.request_id: Proposal(
+                request_id=one.request_id,
+                committed_len=one.committed_len,
+                prefix_hash=one.prefix_hash,
+                token_ids=(1,) * k,
+                noise_stream="draft",
+                q_rows=(row,) * k,
+                method="wide",
+            )
+            for one in sequences
+            if (k := num_draft_tokens.get(one.request_id, 0)) > 0
+        }
+
+
+def test_answers_that_are_too_long_for_a_message_come_in_several() -> None:
+    """One message too long would end the worker, and the next one that is asked the same."""
+    most = 1 << 16
+    bench = Bench(Wide(prompt_lookup_min=1, prompt_lookup_max=3), 1, max_message_bytes=most)
+    lengths = {"one": 3, "two": 4, "three": 3, "far too long": 12, "none": 0}
+    bench.send(0, *(entry(name, num_draft_tokens=k) for name, k in lengths.items()))
+    (answers,) = bench.serve()
+    found = {answer.request_id: len(answer.token_ids) for answer in answers}
+    assert found == {**lengths, "far too long": 0}
+    assert all(answer.noise_stream is None for answer in answers if not answer.token_ids)
+    assert len(bench.replies) > 1
+    assert {reply.round_id for reply in bench.replies} == {1}
+    assert all(len(encode(reply)) <= most for reply in bench.replies)
+    assert [reply.counts is not None for reply in bench.replies][1:] == [False] * (len(bench.replies) - 1)
