@@ -42,9 +42,10 @@ BUSY = frozenset(
         ),
         ("Time of each drafter", "{{drafter}}"),
         ("Time of each drafter", "{{drafter}} (shadow)"),
+        ("Drafters at work", "without a pool: share of time, last ten seconds"),
     }
 )
-"""Queries that need more load than the queues hold, several target groups, or several drafters."""
+"""Queries that need more load than the queues hold, several target groups, several drafters, or no pool."""
 NEEDS_MORE = {
     ("Drafts dropped", "{{reason}}"): "a draft that is late or stale",
     ("Tokens that drafts attend to", "{{job}}"): "speculative_config.kv.budget",
