@@ -16,10 +16,10 @@ measured and knowing nothing of acceptance; its first seconds are reported apart
 for a while before it is measured. Only decoding counts: prompts lie in the cache.
 
 The fixed settings are k = 0, 1, 2, 4, 8 in lockstep, and in two groups ping_pong with k = 2, 4, 8 and
-draft_ahead with k = 2, 4 and one or four continuations prepared. A cell fails where the ratio is below 0.97 with 95 % confidence, which is to say that its upper bound
-is. The pairs of one controller share what it happened to learn: a cell that would fail is measured with up to
-two more controllers that begin anew, and all pairs count. Turns that others on the same machine have
-disturbed are taken again (`benchmarks.stolen`).
+draft_ahead with k = 2, 4 and one or four continuations prepared. A cell fails where the ratio is below 0.97
+with 95 % confidence, which is to say that its upper bound is. The pairs of one controller share what it
+happened to learn: a cell that would fail is measured with up to two more controllers that begin anew, and all
+pairs count. Turns that others on the same machine have disturbed are taken again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations

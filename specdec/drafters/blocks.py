@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,11 @@ from specdec.attention.hf import AttentionProbe, UnsupportedAttention
 from specdec.core.errors import CheckpointError
 from specdec.drafters.attention import DRAFTER_ATTENTION
 
+logger = logging.getLogger(__name__)
+
 _AUTO_MODEL: Any = AutoModel
+_BY_LENGTH = ("longrope", "dynamic")
+"""Rotary embeddings of which transformers takes other frequencies for a forward with a far position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,7 @@ class BlockFamily:
     layer: type[nn.Module]
     norm: type[nn.Module]
     rotary: nn.Module
+    """Positions [B, T] turn by the same angles, whatever else is in the batch."""
 
     def make_layer(self, layer_idx: int) -> nn.Module:
         """Return a decoder layer with random weights; `layer_idx` names its K/V."""
@@ -65,6 +71,10 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
         kinds = list(kinds)
         config.num_hidden_layers = max(num_layers, len(kinds))
         config.layer_types = kinds + ["full_attention"] * (num_layers - len(kinds))
+    mlp_kinds = getattr(config, "mlp_layer_types", None)
+    if mlp_kinds:
+        # Modules behind the last layer are of its kind: a mixture's have experts.
+        config.mlp_layer_types = [*mlp_kinds, *mlp_kinds[-1:] * (num_layers - len(mlp_kinds))]
     one_layer = copy.deepcopy(config)
     if kinds is not None:
         one_layer.layer_types = ["full_attention"]
@@ -79,7 +89,24 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
             f"no drafter can be made of layers of model type {config.model_type!r}: {error}; models like "
             "llama, mistral, qwen2 and qwen3 can be used"
         ) from error
+    _turn_by_position_alone(rotary)
     return BlockFamily(config=config, layer=layer, norm=norm, rotary=rotary)
+
+
+def _turn_by_position_alone(rotary: Any) -> None:
+    """Keep the ordinary frequencies at every position, where transformers chooses them in each forward.
+
+    It goes by the farthest position of the whole batch: a long text would change the drafts of all others,
+    and K/V that are kept would not go with what is read next. Rows to train on are short.
+    """
+    kind = rotary.rope_type if isinstance(getattr(rotary, "rope_type", None), str) else ""
+    if any(one in kind for one in _BY_LENGTH):
+        logger.info(
+            "rope_type %s: frequencies of drafters' layers do not depend on the length of a text; those of "
+            "short ones are used at every position",
+            kind,
+        )
+        rotary.rope_type = "default"  # what it is asked for in a forward; its tables are made
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import Drafter
+from specdec.drafters.checkpoints.experts import Experts, shapes_of, stacked, stacked_experts
 from specdec.drafters.checkpoints.files import DrafterFolder
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,8 @@ def fit(
     Args:
         drafter: with random weights.
         folder: where its tensors are.
-        published: from a name of its state to the name in the folder; None: it has its value already.
+        published: from a name of its state to the name in the folder; None: it has its value already. Of
+            experts that are stored one by one it is asked with the name that each would have.
         is_ignored: names in the folder that are known and not needed.
         converted: from a name of its state and the tensor in the folder to that of its state, of the same
             shape.
@@ -44,31 +46,51 @@ def fit(
     """
     state = drafter.state_dict()
     names = {name: stored for name in state if (stored := published(name)) is not None}
-    check_shapes(folder, {stored: tuple(state[name].shape) for name, stored in names.items()})
-    extra = sorted(name for name in folder.shapes.keys() - names.values() if not is_ignored(name))
+    apart = _stored_one_by_one(drafter, folder, names, published)
+    wanted = {stored: tuple(state[name].shape) for name, stored in names.items() if name not in apart}
+    for name, experts in apart.items():
+        wanted |= shapes_of(experts, state[name])
+    check_shapes(folder, wanted)
+    extra = sorted(name for name in folder.shapes.keys() - wanted.keys() if not is_ignored(name))
     if extra:
         kind = type(drafter).__name__
         raise CheckpointError(
             f"{folder.path}: the weights hold {len(extra)} tensors that a drafter of kind {kind} with this "
             f"config.json does not have, first {extra[0]} of shape {folder.shapes[extra[0]]}"
         )
-    ignored = sorted(folder.shapes.keys() - names.values())
+    ignored = sorted(folder.shapes.keys() - wanted.keys())
     if ignored:
         logger.info("%s: %d tensors are no weights of it, first %s", folder.path, len(ignored), ignored[0])
-    tensors = folder.read(names.values())
+    tensors = folder.read(wanted)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
                 f"{folder.path}: tensor {name} holds {tensor.dtype}; only float32, bfloat16 and float16 are "
                 "read, not quantized weights"
             )
-    loaded = {name: converted(name, tensors[stored]) for name, stored in names.items()}
+    loaded = {
+        name: converted(name, stacked(apart[name], tensors) if name in apart else tensors[stored])
+        for name, stored in names.items()
+    }
     drafter.load_state_dict(state | loaded, assign=True)
     if dtype is not None:
         # Tables of rotary frequencies are no weights: rounded, they turn far positions by other angles.
         for parameter in drafter.parameters():
             parameter.data = parameter.data.to(dtype)
     return drafter.eval()
+
+
+def _stored_one_by_one(
+    drafter: Drafter, folder: DrafterFolder, names: Mapping[str, str], published: Callable[[str], str | None]
+) -> dict[str, Experts]:
+    """Return, by name of the drafter's state, the names in the folder of what it stacks."""
+    apart: dict[str, Experts] = {}
+    for name, experts in stacked_experts(drafter).items():
+        stored = tuple(tuple(published(part) or part for part in parts) for parts in experts)
+        is_stacked = name not in names or names[name] in folder.shapes
+        if not is_stacked and any(part in folder.shapes for parts in stored for part in parts):
+            apart[name] = stored
+    return apart
 
 
 def check_shapes(folder: DrafterFolder, wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -4,7 +4,8 @@ DeepSeek-V3's layout: layers behind the last, `model.layers.{N+i}.{enorm,hnorm,e
 shared_head.head,embed_tokens}` and a decoder layer. Qwen3-Next's: `mtp.{fc,norm,pre_fc_norm_embedding,
 pre_fc_norm_hidden}` and `mtp.layers.0`. MiMo's: `model.mtp_layers.{i}.{token_layernorm,hidden_layernorm,
 input_proj,final_layernorm}` and a decoder layer, with the state before the embedding where the others have it
-behind. They may be in the model's files or in another one beside them.
+behind. They may be in the model's files or in another one beside them. Experts of a mixture are stored one by
+one (`experts.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.borrowed import has_own, stored_beside, weight_of
 from specdec.drafters.checkpoints.described import described
+from specdec.drafters.checkpoints.experts import one_by_one
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter, write_tensors
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
@@ -114,7 +116,7 @@ def _of_layers(layers: Sequence[int], part: str) -> list[str]:
 def _published_tensors(drafter: Mtp) -> dict[str, torch.Tensor]:
     """Return the weights by their names, with embeddings and head in each module, as they are published."""
     first, target = drafter.first_layer, drafter.target
-    tensors = {_deepseek_name(name, first): tensor for name, tensor in drafter.state_dict().items()}
+    tensors = {_deepseek_name(name, first): tensor for name, tensor in one_by_one(drafter).items()}
     shared = {
         _EMBEDDINGS: weight_of(drafter.embed_tokens or target.embeddings),
         _HEAD: weight_of(drafter.head or target.head),

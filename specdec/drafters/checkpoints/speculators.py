@@ -16,6 +16,7 @@ from specdec.drafters.base import FeatureDrafter, TargetParts
 from specdec.drafters.checkpoints.borrowed import has_own, weight_of
 from specdec.drafters.checkpoints.described import described
 from specdec.drafters.checkpoints.eagle3 import published_tensors, read_eagle3, stated_settings
+from specdec.drafters.checkpoints.experts import one_by_one
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
 from specdec.drafters.checkpoints.fit import fit, is_rotary_buffer
 from specdec.drafters.checkpoints.keys import Keys
@@ -118,7 +119,7 @@ def save_speculator(
         config["num_nextn_predict_layers"] = 1
         config["transformer_layer_config"] = described(drafter.config)
         kind = "mtp"
-        tensors = {_mtp_name(name): tensor for name, tensor in drafter.state_dict().items()}
+        tensors = {_mtp_name(name): tensor for name, tensor in one_by_one(drafter).items()}
     config[KIND_KEY] = kind
     config["speculators_config"]["algorithm"] = kind
     write_drafter(folder, config, tensors)

@@ -110,6 +110,8 @@ def test_every_panel_shows_something_and_losses_are_noticed(tmp_path: Path) -> N
             with load(server.url), load(server.url, num_clients=2, speculation=asked_for):
                 for name in ("generation_tokens", "spec_decode_num_accepted_tokens"):
                     prometheus.wait_for(f"rate({PREFIX}{name}_total[{WINDOW}]) > 0")
+                # Nothing is said of the pool before five seconds have been looked at.
+                prometheus.wait_for(f"{PREFIX}speculation_pool_worth >= 0")
                 silent = silent_queries(prometheus)
                 (target,) = (one for one in server.processes() if "ray::TargetWorker" in one.cmdline()[0])
                 target.kill()

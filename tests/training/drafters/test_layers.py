@@ -153,7 +153,9 @@ def test_experts_learn(texts: Path, tmp_path: Path) -> None:
         return {name: tensor for name, tensor in stored.items() if "experts" in name}
 
     before, after = experts(stop_after_step=1), experts()
-    assert len(before) == 2
+    assert {name.rpartition("mlp.")[2] for name in before} == {
+        f"experts.{index}.{name}_proj.weight" for index in range(4) for name in ("gate", "up", "down")
+    }
     for name, tensor in before.items():
         assert bool(after[name].isfinite().all())
         assert not torch.equal(after[name], tensor)
