@@ -81,19 +81,58 @@ def divided(entries: Iterable[SizedEntry], max_message_bytes: int) -> Iterator[t
 def divided_answers(
     answers: Iterable[ProposeAnswer], max_message_bytes: int
 ) -> Iterator[tuple[ProposeAnswer, ...]]:
-    """Yield the answers of one message after the other; what is too long for any comes without its drafts."""
+    """Yield the answers of one message after the other; what is too long for any is cut.
+
+    Whether a sampled token stays may depend on what it was drawn from, and on the tokens before it, but not
+    on itself: later rows are as wide as it makes them. So a draft keeps its first tokens, as far as they fit
+    into its own share of a message.
+    """
     most_bytes = max_message_bytes - _HEAD_BYTES - _REST_BYTES
-    sized = ((answer, _answer_bytes(answer)) for answer in answers)
-    return in_parts(
-        (one if one[1] <= most_bytes else (_without_drafts(one[0]), _ANSWER_BYTES) for one in sized),
-        most_bytes,
-    )
+    cut = (_cut(answer, most_bytes) for answer in answers)
+    return in_parts(((answer, _answer_bytes(answer)) for answer in cut), most_bytes)
 
 
-def _without_drafts(answer: ProposeAnswer) -> ProposeAnswer:
+def _cut(answer: ProposeAnswer, most_bytes: int) -> ProposeAnswer:
+    """Return an answer whose draft, and each of whose branches, takes no more than an equal share."""
+    share = (most_bytes - 4 * len(answer.request_id)) // (1 + len(answer.branches))
+    if _answer_bytes(answer) <= share:
+        return answer
+    num_kept = _num_fitting(answer, share)
+    if num_kept < len(answer.token_ids):
+        parents, q_rows = answer.parents, answer.q_rows
+        answer = msgspec.structs.replace(
+            answer,
+            token_ids=answer.token_ids[:num_kept],
+            parents=None if parents is None or not num_kept else parents[:num_kept],
+            q_rows=None if q_rows is None or not num_kept else q_rows[:num_kept],
+            noise_stream=answer.noise_stream if num_kept or answer.branches else None,
+        )
+    branches = [(branch, _num_fitting(branch, share)) for branch in answer.branches]
     return msgspec.structs.replace(
-        answer, token_ids=(), noise_stream=None, parents=None, q_rows=None, branches=()
+        answer,
+        branches=tuple(
+            msgspec.structs.replace(
+                branch,
+                token_ids=branch.token_ids[:num],
+                q_rows=None if branch.q_rows is None else branch.q_rows[:num],
+            )
+            for branch, num in branches
+            if num
+        ),
     )
+
+
+def _num_fitting(drafted: ProposeAnswer | DraftBranch, most_bytes: int) -> int:
+    """Return how many of the first tokens fit, with what they were drawn from."""
+    num_bytes = _ANSWER_BYTES
+    for index in range(len(drafted.token_ids)):
+        num_bytes += 2 * _TOKEN_BYTES  # with its parent
+        if drafted.q_rows is not None:
+            row = drafted.q_rows[index]
+            num_bytes += _ROW_BYTES + len(row.token_ids) + len(row.probabilities)
+        if num_bytes > most_bytes:
+            return index
+    return len(drafted.token_ids)
 
 
 def _answer_bytes(answer: ProposeAnswer) -> int:

@@ -17,6 +17,7 @@ from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
+from specdec.engine.draft_messages import divided_answers
 from specdec.engine.draft_server import DraftServer
 from specdec.engine.draft_shares import DraftShareConfig
 from specdec.engine.toy_runner import ToyRunner
@@ -344,9 +345,26 @@ def test_answers_that_are_too_long_for_a_message_come_in_several() -> None:
     bench.send(0, *(entry(name, num_draft_tokens=k) for name, k in lengths.items()))
     (answers,) = bench.serve()
     found = {answer.request_id: len(answer.token_ids) for answer in answers}
-    assert found == {**lengths, "far too long": 0}
+    assert found == {**lengths, "far too long": 7}, "of 8 kB each"
     assert all(answer.noise_stream is None for answer in answers if not answer.token_ids)
     assert len(bench.replies) > 1
     assert {reply.round_id for reply in bench.replies} == {1}
     assert all(len(encode(reply)) <= most for reply in bench.replies)
     assert [reply.counts is not None for reply in bench.replies][1:] == [False] * (len(bench.replies) - 1)
+
+
+def test_whether_a_token_stays_does_not_depend_on_what_it_is() -> None:
+    """Rows behind a token are as wide as it makes them: ratio rules would sample something else."""
+    wide, narrow = (TokenDistribution(bytes(4 * n), bytes(4 * n)) for n in (10_000, 2))
+    asked = entry("one")
+    answer = ProposeAnswer(asked.request_id, 1, asked.committed_len, asked.prefix_hash, (), "draft")
+    kept = []
+    for token, behind in ((0, wide), (1, narrow)):
+        drafted = {"token_ids": (token, 5), "q_rows": (narrow, behind)}
+        branches = (DraftBranch(1, 2, (token, 5), (narrow, behind)), DraftBranch(1, 3, (9,), (narrow,)))
+        for change in (drafted, {"branches": branches}):
+            ((found,),) = divided_answers([msgspec.structs.replace(answer, **change)], 1 << 16)
+            first = found if "token_ids" in change else found.branches[0]
+            assert len(first.q_rows or ()) == len(first.token_ids)
+            kept.append((first.token_ids[0], len(first.token_ids), len(found.branches)))
+    assert kept == [(0, 1, 0), (0, 1, 2), (1, 2, 0), (1, 2, 2)]
