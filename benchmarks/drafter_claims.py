@@ -125,7 +125,7 @@ CLAIMS: tuple[Claim, ...] = (
         differs="sixteen nodes at most instead of about sixty: each is a row to compute",
     ),
     Claim(
-        families=("eagle3", "eagle3_tree"),
+        families=("eagle3", "eagle3_tree", "eagle31"),
         paper="EAGLE-3, Li et al.",
         link=f"{ARXIV}2503.01840",
         says="up to 6.5x, about 1.4x of EAGLE-2; 1.38x throughput at batch 64 in SGLang; dynamic trees",

@@ -6,18 +6,23 @@ draft lengths (nodes, of trees) that are tried for it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 Needs = Literal["nothing", "draft", "heads", "corpus"]
 """What is beside the target: a draft model, a folder of heads that were trained for it, texts to look up."""
+EVALUATION = "acceptance.json"
+"""What `drafthouse train` notes beside heads."""
 PLAIN = "none"
 """Drafts nothing: beside itself, it shows how far the comparison can be trusted."""
 _DYNAMIC = {"shape": "dynamic", "top_k": 4, "depth": 5}
 _TWO_DEEP = {"shape": "static", "widths": [4, 2]}
 """Of as many depths as the demo target's heads have."""
+_FOUR_DEEP: dict[str, Any] = {"shape": "static", "widths": [4, 2, 1, 1]}
+"""Of as many as the papers' have."""
 _NARROW = {"shape": "static", "widths": [2, 1]}
 """For drafters of which each depth costs much of a step of the target."""
 _BUDGET = {"budget": 64, "floor": 64}
@@ -49,6 +54,8 @@ class Family:
     """Of trees: the family whose chains the same drafter drafts."""
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Of `speculative_config`, what is its own."""
+    deep_lengths: tuple[int, ...] = ()
+    """The same where its heads were trained for four tokens ahead; its tree is as deep then."""
 
     @property
     def method(self) -> str:
@@ -65,6 +72,17 @@ class Family:
         """Whether it can be measured: its weights are there, or it has none."""
         folder = self.folder(places)
         return folder is None or (folder / "config.json").is_file()
+
+    def with_heads_of(self, places: Places) -> Family:
+        """Return the family as it is measured with the heads that are there."""
+        folder = self.folder(places)
+        if not self.deep_lengths or folder is None or not (folder / EVALUATION).is_file():
+            return self
+        noted = json.loads((folder / EVALUATION).read_text())
+        if noted["recipe"]["depth"] < len(_FOUR_DEEP["widths"]):
+            return self
+        tree = {"tree": _FOUR_DEEP} if "tree" in self.settings else {}
+        return replace(self, lengths=self.deep_lengths, settings={**self.settings, **tree})
 
     def config(self, places: Places) -> dict[str, Any]:
         """Return its `speculative_config`."""
@@ -149,30 +167,39 @@ FAMILIES: tuple[Family, ...] = (
         lengths=(4,),
         settings={"method": "quantized", "quantization": "int4", "tree": _NARROW},
     ),
-    Family(name="medusa", lengths=(1, 2), needs="heads"),
+    Family(name="medusa", lengths=(1, 2), deep_lengths=(1, 2, 4), needs="heads"),
     Family(
         name="medusa_tree",
         chain="medusa",
         lengths=(4, 12),
+        deep_lengths=(4, 12, 28),
         needs="heads",
         heads="medusa",
         settings={"method": "medusa", "tree": _TWO_DEEP},
     ),
-    Family(name="hydra", lengths=(1, 2), needs="heads"),
+    Family(name="hydra", lengths=(1, 2), deep_lengths=(1, 2, 4), needs="heads"),
     Family(
         name="hydra_tree",
         chain="hydra",
         lengths=(4, 12),
+        deep_lengths=(4, 12, 28),
         needs="heads",
         heads="hydra",
         settings={"method": "hydra", "tree": _TWO_DEEP},
     ),
-    Family(name="hydra_plus", lengths=(1, 2), needs="heads", settings={"method": "hydra"}),
-    Family(name="parallel_heads", lengths=(1, 2), needs="heads"),
+    Family(
+        name="hydra_plus",
+        lengths=(1, 2),
+        deep_lengths=(1, 2, 4),
+        needs="heads",
+        settings={"method": "hydra"},
+    ),
+    Family(name="parallel_heads", lengths=(1, 2), deep_lengths=(1, 2, 4), needs="heads"),
     Family(
         name="parallel_heads_tree",
         chain="parallel_heads",
         lengths=(4, 12),
+        deep_lengths=(4, 12, 28),
         needs="heads",
         heads="parallel_heads",
         settings={"method": "parallel_heads", "tree": _TWO_DEEP},
@@ -202,6 +229,7 @@ FAMILIES: tuple[Family, ...] = (
         heads="eagle3",
         settings={"method": "eagle3", "tree": _DYNAMIC},
     ),
+    Family(name="eagle31", lengths=(1, 2, 4), needs="heads", settings={"method": "eagle3"}),
     Family(name="mtp", lengths=(1, 2, 4)),
     Family(
         name="mtp_tree",

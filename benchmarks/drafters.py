@@ -46,7 +46,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,10 +58,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.draft_costs import DraftCost, all_heads, cost_headlines, cost_table, costs_of
-from benchmarks.drafter_families import FAMILIES, PLAIN, Family, Places, families_of
+from benchmarks.drafter_families import EVALUATION, FAMILIES, PLAIN, Family, Places, families_of
 from benchmarks.drafter_texts import AT_ONCE, Prompts, choose_prompts
 from benchmarks.drafters_cell import Bench
-from benchmarks.drafters_plan import AS_IT_IS, BLOCK_SIZE, FULL, INFLATED, QUICK, Cell, Plan, rest_of
+from benchmarks.drafters_plan import AS_IT_IS, BLOCK_SIZE, FULL, INFLATED, ON_GPU, QUICK, Cell, Plan, rest_of
 from benchmarks.drafters_summary import GOAL, headlines_of, short_of, shortened_of, table_of
 from benchmarks.drafters_tables import unsure_of
 from benchmarks.inflate import inflate, layers_for_parameters
@@ -75,6 +75,8 @@ from specdec.engine.config import EngineConfig
 from specdec.model.devices import device_name, resolve_device
 from training.corpus import load_corpus
 
+_LARGEST_ROUND = 32
+"""Rows of a sequence, rounded up: what graphs are recorded for."""
 _COST_BATCHES = (2, 8)
 """Of `--costs`."""
 
@@ -108,11 +110,19 @@ class Machine:
 
 
 def engine_config(
-    plan: Plan, target: Path, speculative_config: Mapping[str, Any], machine: Machine
+    plan: Plan,
+    target: Path,
+    speculative_config: Mapping[str, Any],
+    machine: Machine,
+    graph_rows: int | None = None,
 ) -> EngineConfig:
-    """Return the configuration of an engine: all have caches of the same number of blocks."""
+    """Return the configuration of an engine: all have caches of the same number of blocks.
+
+    ``graph_rows``: on a GPU, most rows that CUDA graphs are recorded for; None: the engine's own default.
+    """
     cache = {"block_size": BLOCK_SIZE, "num_blocks": plan.num_blocks}
     # Everything else that drafts is where the target is, and refuses to be told.
+    compiled = {} if graph_rows is None else {"compile": {"cuda_graph_max_rows": graph_rows}}
     own_device = {"device": machine.device} if speculative_config["method"] == "draft_model" else {}
     return EngineConfig.model_validate(
         {
@@ -122,6 +132,7 @@ def engine_config(
                 "device": machine.device,
                 "max_model_len": plan.longest,
                 "num_threads": machine.num_threads,
+                **compiled,
             },
             "speculative_config": {
                 "controller": "fixed",
@@ -155,7 +166,7 @@ def training_of(family: Family, places: Places) -> dict[str, Any] | None:
     folder = family.folder(places)
     if folder is None:
         return None
-    name = "acceptance.json" if family.needs == "heads" else "recipe.json"
+    name = EVALUATION if family.needs == "heads" else "recipe.json"
     noted = json_format.loads((folder / name).read_text())
     kept = ("elapsed_s", "trained_tokens", "parameters", "acceptance")
     return {key: noted[key] for key in kept if key in noted}
@@ -209,19 +220,26 @@ class Comparison:
     end_s: float
     """By `time.monotonic`."""
 
-    def target(self, path: Path, cells: Sequence[Cell], families: Mapping[str, Family]) -> None:
-        """Measure cells on one target; those of one family follow each other."""
+    def target(self, path: Path, batch: int, cells: Sequence[Cell], families: Mapping[str, Family]) -> None:
+        """Measure cells of one batch size on one target; those of one family follow each other."""
         if self._is_over():
             return
-        with contextlib.closing(self._open(path, {"method": PLAIN})) as plain:
+        open_it = partial(self._open, path, batch)
+        with contextlib.closing(open_it({"method": PLAIN})) as plain:
             for name, own in itertools.groupby(cells, key=lambda cell: cell.family):
                 if not self._is_over():
-                    self._family(families[name], list(own), path, plain)
+                    self._family(families[name], list(own), open_it, plain)
 
-    def _family(self, family: Family, cells: Sequence[Cell], path: Path, plain: Held) -> None:
+    def _family(
+        self,
+        family: Family,
+        cells: Sequence[Cell],
+        open_it: Callable[[Mapping[str, Any]], Held],
+        plain: Held,
+    ) -> None:
         task = self.progress.add_task(cells[0].name, total=len(cells) * (self.plan.pairs + 1))
         started_s = time.monotonic()
-        with contextlib.closing(self._open(path, family.config(self.places))) as own:
+        with contextlib.closing(open_it(family.config(self.places))) as own:
             facts = {
                 "memory_bytes": own.num_bytes - plain.num_bytes,
                 "training": training_of(family, self.places),
@@ -238,8 +256,9 @@ class Comparison:
                 started_s = now_s
         self.progress.remove_task(task)
 
-    def _open(self, path: Path, speculative_config: Mapping[str, Any]) -> Held:
-        return Held(engine_config(self.plan, path, speculative_config, self.machine))
+    def _open(self, path: Path, batch: int, speculative_config: Mapping[str, Any]) -> Held:
+        largest = None if self.machine.gpu is None else batch * _LARGEST_ROUND
+        return Held(engine_config(self.plan, path, speculative_config, self.machine, graph_rows=largest))
 
     def _is_over(self) -> bool:
         return time.monotonic() >= self.end_s
@@ -261,8 +280,8 @@ def measure(
         return
     torch.set_num_threads(machine.num_threads)
     prompts = _prompts(plan, models, machine, kept)
-    by_name = {family.name: family for family in families}
     with _places(plan, models, heads) as (targets, places):
+        by_name = {family.name: family.with_heads_of(places) for family in families}
         comparison = Comparison(
             plan=plan,
             places=places,
@@ -272,8 +291,8 @@ def measure(
             progress=progress,
             end_s=end_s,
         )
-        for (_, target), cells in itertools.groupby(left, key=lambda cell: (cell.batch, cell.target)):
-            comparison.target(targets[target], list(cells), by_name)
+        for (batch, target), cells in itertools.groupby(left, key=lambda cell: (cell.batch, cell.target)):
+            comparison.target(targets[target], batch, list(cells), by_name)
 
 
 def main(
@@ -307,7 +326,6 @@ def main(
 
     Example: python -m benchmarks.drafters --quick --json runs/drafters.json
     """
-    plan = QUICK if quick else FULL
     end_s = math.inf if minutes is None else time.monotonic() + 60 * minutes
     heads = heads or models / "heads"
     try:
@@ -315,6 +333,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(f"--family: {error}") from error
     machine = _machine(device, is_for_costs=costs)
+    plan = QUICK if quick else FULL if machine.gpu is None else ON_GPU
     places = Places(draft=models / "draft", heads=heads, corpus=Path(), index=Path())
     if costs:
         _report_costs(plan, [one for one in asked if _has_weights(one)], models, places, machine, json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,23 @@ QUICK = Plan(
     num_corpus_files=60,
     inflated_parameters=16e6,
 )
+
+
+ON_GPU = dataclasses.replace(
+    FULL,
+    targets=(INFLATED,),
+    batches=(1, 8),
+    pairs=3,
+    num_prompts=16,
+    prompts_per_turn=2,
+    tokens_per_prompt=32,
+    try_tokens=8,
+    try_turns=1,
+    cell_s=6.0,
+    num_corpus_files=600,
+)
+"""Of a machine that is lent for minutes. The target as it is would show nothing there: next to eight layers,
+launches of a drafter cost as much as the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,11 @@ RECIPES: Mapping[str, Recipe] = {
             *("--draft-vocab-size", "2048", "--fused-layers", "2,5,7"),
         ),
     ),
+    "eagle31": Recipe(
+        method="eagle3",
+        options=("--steps", "350", "--depth", "3", "--fused-layers", "2,5,7", "--v31"),
+        is_usual=False,
+    ),
     "mtp": Recipe(
         method="mtp",
         options=("--steps", "400", "--depth", "3", "--matrix-lr", "5e-4", "--vector-lr", "3e-4"),
@@ -86,12 +91,12 @@ def command(
     ]
 
 
-def write_texts(path: Path) -> None:
-    """Write what is trained on, a document for each line."""
+def write_texts(path: Path, every_file: int = EVERY_FILE) -> None:
+    """Write what is trained on, a document for each line: one of so many files."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"text": file.text}) + "\n" for file in load_corpus().train[::EVERY_FILE]]
+    lines = [json.dumps({"text": file.text}) + "\n" for file in load_corpus().train[::every_file]]
     path.write_text("".join(lines), encoding="utf-8")
 
 

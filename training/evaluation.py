@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from specdec.core.loops import LOOP_LONGEST_PERIOD, LOOP_WINDOW, ends_in_loop
-from training.generation import gumbel_noise, noisy_choice, sample
+from training.generation import gumbel_noise, noisy_choice, sample, text_length
 from training.mtp import MultiTokenPrediction
 from training.progress import console
 from training.tokenizer import CONTEXT_LENGTH
@@ -226,10 +226,7 @@ def generate_streams(
         temperatures=torch.full((len(prompts),), temperature),
         seed=seed,
     )
-    lengths = [
-        next((i + 1 for i, token in enumerate(row) if token in ends), NUM_GENERATED)
-        for row in tokens.tolist()
-    ]
+    lengths = [text_length(row, ends) for row in tokens.tolist()]
     return Streams(temperature=temperature, seed=seed, prompts=prompts, tokens=tokens, lengths=lengths)
 
 

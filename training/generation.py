@@ -6,7 +6,7 @@ what same-noise drafting is measured with. (Serving uses the engine's counter-ba
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaForCau
 from transformers.masking_utils import sdpa_mask
 
 _ATTENTION = "grouped_decode"
+_SEEDS_OF_A_TEXT = 1 << 32
+"""Between the seeds of texts that follow each other in a row."""
 
 
 def grouped_decode_attention(
@@ -118,12 +120,14 @@ def sample(
     temperatures: torch.Tensor,
     seed: int,
     num_ids: int | None = None,
+    num_positions: int | None = None,
 ) -> torch.Tensor:
     """Continue each prompt by ``num_tokens`` tokens: int64 [rows, num_tokens].
 
-    ``temperatures`` float [rows]; ``num_ids``: only ids below it are chosen, None: all that the model has.
-    Rows go on past end-of-text; the caller cuts them. The model may be on a
-    GPU; noise and what is returned are on the host, so that the noise is the same everywhere.
+    ``temperatures`` float [rows]; ``num_ids``: only ids below it are chosen, None: all that the model has;
+    ``num_positions``: what rows say from there on is not used. Rows go on past end-of-text; the caller cuts
+    them (`text_length`). The model may be on a GPU; noise and what is returned are on the host, so that the
+    noise is the same everywhere.
     """
     device = model.device
     longest = max(map(len, prompts))
@@ -153,5 +157,58 @@ def sample(
             output[:, step] = chosen
             tokens = chosen.unsqueeze(1).to(device)
             positions = positions[:, -1:] + 1
+            if num_positions is not None:
+                positions = positions.clamp(max=num_positions - 1)
             mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
     return output
+
+
+def text_length(tokens: Sequence[int], ends: Collection[int]) -> int:
+    """Return how many of these tokens are of the first text: up to and including the first of ``ends``."""
+    return next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
+
+
+def write_rows(
+    model: LlamaForCausalLM,
+    beginnings: Callable[[int], torch.Tensor],
+    *,
+    length: int,
+    temperatures: torch.Tensor,
+    seed: int,
+    ends: Collection[int],
+    num_ids: int | None = None,
+) -> torch.Tensor:
+    """Return rows int64 [R, length] of texts that a model writes, whole or cut by the row's end.
+
+    What a model says behind the end of a text is never asked for when it is used: there another text begins
+    in the same row, of which the model sees those before it.
+
+    Args:
+        model: what writes.
+        beginnings: from how many texts have been begun before to beginnings int64 [R, P] of the next ones.
+        length: tokens of a row, more than P.
+        temperatures: float [R].
+        seed: of the noise.
+        ends: token ids that end a text.
+        num_ids: as in `sample`.
+    """
+    rows: list[list[int]] = beginnings(0).tolist()
+    unfinished, number = list(range(len(rows))), 0
+    while unfinished:
+        said = sample(
+            model,
+            [rows[row] for row in unfinished],
+            num_tokens=length - min(len(rows[row]) for row in unfinished),
+            temperatures=temperatures[unfinished],
+            seed=seed + number * _SEEDS_OF_A_TEXT,
+            num_ids=num_ids,
+            num_positions=length,
+        )
+        for row, tokens in zip(unfinished, said.tolist(), strict=True):
+            rows[row] += tokens[: min(length - len(rows[row]), text_length(tokens, ends))]
+        number += 1
+        following = beginnings(number).tolist()
+        for row in unfinished:
+            rows[row] += following[row][: length - len(rows[row])]
+        unfinished = [row for row in unfinished if len(rows[row]) < length]
+    return torch.tensor(rows)

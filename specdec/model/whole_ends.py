@@ -69,8 +69,10 @@ def read_module(
         tensors = read_whole(whole, open_checkpoint(path), names.values())
     except UnsupportedParallelism as refusal:
         raise CheckpointError(f"{path}: {refusal}") from refusal
-    module.load_state_dict({name: tensors[stored] for name, stored in names.items()}, assign=True)
-    return module.to(device, dtype).requires_grad_(requires_grad=False).eval()
+    # On paper it stays as it is: what is read for a moment would be kept with it.
+    read = copy.deepcopy(module)
+    read.load_state_dict({name: tensors[stored] for name, stored in names.items()}, assign=True)
+    return read.to(device, dtype).requires_grad_(requires_grad=False).eval()
 
 
 def _on_paper(loaded: LoadedModel) -> PreTrainedModel:

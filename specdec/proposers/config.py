@@ -506,6 +506,7 @@ class SpeculativeConfig(StrictConfig):
                 quantization=self.quantization,
                 num_ranks=self.draft_tensor_parallel_size,
                 is_made_up=self.synthetic_acceptance is not None,
+                rule=capabilities_of(self.rejection_sample_method),
             )
         return self
 

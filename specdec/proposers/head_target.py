@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from specdec.core.errors import ConfigError
 from specdec.drafters.base import Borrowed, Drafter, TargetParts
 from specdec.model.config import ModelConfig
 from specdec.model.devices import resolve_device
@@ -19,6 +20,7 @@ from specdec.model.on_paper import check_servable
 from specdec.model.whole_ends import End, read_end, read_module, require_plain
 
 _ENDS: tuple[End, ...] = ("embeddings", "head")
+_EMBEDDINGS: tuple[End, ...] = ("embeddings",)
 
 
 class _Completed(Protocol):
@@ -111,6 +113,20 @@ class HeadTarget:
         if self.incomplete is None:
             return self
         return replace(self, parts=self.incomplete(self.parts, _ENDS), incomplete=None)
+
+    def with_embeddings(self) -> HeadTarget:
+        """Return it with its embeddings in full, for whoever compares a head's own with them.
+
+        Where they are more than a matrix there is nothing to compare, and a head's stay its own.
+        """
+        if self.incomplete is None:
+            return self
+        try:
+            parts = self.incomplete(self.parts, _EMBEDDINGS)
+        except ConfigError:
+            nothing = nn.Embedding(self.parts.vocab_size, self.parts.hidden_size, device="meta")
+            parts = replace(self.parts, embeddings=nothing)
+        return replace(self, parts=parts, incomplete=None)
 
     def lend(self, drafter: Drafter) -> None:
         """Give a drafter that was loaded for `parts` what it borrows, in full."""

@@ -337,7 +337,9 @@ def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
     if config.method in ("eagle", "mtp"):
         # Whether copies in a checkpoint are the target's own could not be told by a part of them.
         target = target.whole()
-    drafter = load_drafter(path, target.parts, target.dtype, allow_pickled=config.allow_pickled_weights)
+    # Nor could this of an EAGLE-3 head, which may have an LM head of its own: the target's stays where it is.
+    known = target.with_embeddings() if config.method == "eagle3" else target
+    drafter = load_drafter(path, known.parts, target.dtype, allow_pickled=config.allow_pickled_weights)
     wanted = _KINDS[config.method]
     if not isinstance(drafter, wanted):
         named = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))

@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from specdec.core.config import StrictConfig
+from specdec.verification.base import RuleCapabilities
 
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
@@ -75,9 +76,19 @@ class OnlineConfig(StrictConfig):
         return self
 
     def require_draft_model(
-        self, *, method: str, quantization: str | None, num_ranks: int, is_made_up: bool
+        self,
+        *,
+        method: str,
+        quantization: str | None,
+        num_ranks: int,
+        is_made_up: bool,
+        rule: RuleCapabilities,
     ) -> None:
-        """Check that what drafts can be given other weights.
+        """Check that what drafts can be given other weights, and that these leave output as it is.
+
+        A rule that needs drafts without knowledge of the request's noise is not exact with weights that have
+        learnt from a text of the same seed. Under any other whose drafts have noise of their own nobody
+        knows which drafts would have stood, so that versions could not be judged.
 
         Raises:
             ValueError: it cannot; names the setting.
@@ -95,6 +106,17 @@ class OnlineConfig(StrictConfig):
             )
         if is_made_up:
             raise ValueError("online: synthetic_acceptance makes verdicts up: leave one of them out")
+        if rule.draft_stream != "target":
+            reason = (
+                "drafts must know nothing of what a request's seed has decided before, and what learns from "
+                "texts does"
+                if rule.needs_independent_drafts
+                else "no text tells which drafts would have stood"
+            )
+            raise ValueError(
+                f"online: under rejection_sample_method: {rule.name} {reason}: write sample_and_match, or "
+                "leave out online"
+            )
 
     def may_learn_from(self, owner: str | None) -> bool:
         """Whether texts of an owner (`Request.owner`) may be learnt from."""

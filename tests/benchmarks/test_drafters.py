@@ -23,7 +23,7 @@ from benchmarks.drafter_families import FAMILIES, PLAIN, Places, families_of
 from benchmarks.drafter_texts import CLASSES, mixed
 from benchmarks.drafters import Machine, engine_config, measure
 from benchmarks.drafters_cell import Bench
-from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, QUICK, Cell, Plan
+from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, ON_GPU, QUICK, Cell, Plan
 from benchmarks.drafters_summary import Round, headlines_of, is_sure, short_of, shortened_of, table_of
 from benchmarks.kept_cells import KeptCells
 from benchmarks.kv_costs import Step
@@ -51,6 +51,25 @@ def test_every_family_can_be_configured(family: Any) -> None:
     assert config.num_speculative_tokens == max(family.lengths)
     assert config.controller == "fixed"
     assert (config.model is not None) == (family.needs in ("draft", "heads"))
+
+
+def test_heads_of_four_tokens_ahead_are_asked_for_more(tmp_path: Path) -> None:
+    places = dataclasses.replace(PLACES, heads=tmp_path)
+    chain, tree = families_of(("medusa", "medusa_tree"))
+    assert (chain.with_heads_of(places), tree.with_heads_of(places)) == (chain, tree), "nothing is there"
+    (tmp_path / "medusa").mkdir()
+    for depth, lengths, widths in ((2, (1, 2), [4, 2]), (4, (1, 2, 4), [4, 2, 1, 1])):
+        (tmp_path / "medusa" / "acceptance.json").write_text(json.dumps({"recipe": {"depth": depth}}))
+        assert chain.with_heads_of(places).lengths == lengths
+        config = engine_config(FULL, DEMO / "target", tree.with_heads_of(places).config(places), CPU)
+        assert config.speculative_config.tree is not None
+        assert list(config.speculative_config.tree.widths) == widths
+
+
+def test_graphs_of_a_gpu_are_as_large_as_a_round() -> None:
+    machine = Machine(num_threads=1, device="cuda")
+    config = engine_config(ON_GPU, DEMO / "target", {"method": PLAIN}, machine, graph_rows=32)
+    assert config.target.compile.cuda_graph_max_rows == 32
 
 
 def test_the_device_is_that_of_the_target_and_of_a_draft_model() -> None:

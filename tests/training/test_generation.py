@@ -1,12 +1,13 @@
-"""Attention of batched sampling, beside a plain computation of it."""
+"""Batched sampling: its attention beside a plain computation of it, and the texts that it writes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from training.generation import grouped_decode_attention
+from training.generation import grouped_decode_attention, sample, text_length, write_rows
 
 HEADS, KV_HEADS, SIZE, SCALING = 4, 2, 8, 0.3
 
@@ -44,3 +45,72 @@ def test_attention_is_what_it_says(length: int, is_masked: bool, softcap: float 
     torch.testing.assert_close(got, plainly(query, key, value, seen, softcap), atol=1e-5, rtol=1e-5)
     if softcap is not None:
         assert not torch.allclose(got, plainly(query, key, value, seen, None), atol=1e-3) or num_keys == 1
+
+
+def test_a_text_is_as_long_as_up_to_its_first_end() -> None:
+    assert text_length([5, 6, 0, 7, 0], {0}) == 3
+    assert text_length([0, 6], {0, 6}) == 1
+    assert text_length([5, 6], {0}) == 2
+    assert text_length([5, 6], ()) == 2
+
+
+@pytest.fixture
+def small(tiny_config: LlamaConfig) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(8.0)
+    return model
+
+
+BEGINNINGS = torch.arange(6, 54).reshape(4, 3, 4)
+
+
+def written(model: LlamaForCausalLM, ends: frozenset[int], length: int = 20) -> torch.Tensor:
+    return write_rows(
+        model,
+        lambda number: BEGINNINGS[number % 4],
+        length=length,
+        temperatures=torch.tensor([0.0, 0.8, 1.5]),
+        seed=3,
+        ends=ends,
+    )
+
+
+def test_rows_without_an_end_are_what_was_sampled(small: LlamaForCausalLM) -> None:
+    heats = torch.tensor([0.0, 0.8, 1.5])
+    said = sample(small, BEGINNINGS[0].tolist(), num_tokens=16, temperatures=heats, seed=3)
+    assert torch.equal(written(small, frozenset()), torch.cat([BEGINNINGS[0], said], dim=1))
+
+
+@torch.no_grad()
+def test_behind_an_end_another_text_begins_in_the_row(small: LlamaForCausalLM) -> None:
+    """Of which the model sees what stands before it; positions do not go beyond those of a row."""
+    plain = written(small, frozenset())
+    ends = frozenset(plain[:, 6].tolist())
+    rows = written(small, ends)
+    assert rows.shape == plain.shape
+    for number, row in enumerate(rows.tolist()):
+        first = 4 + text_length(plain[number, 4:].tolist(), ends)
+        assert first <= 7
+        assert row[:first] == plain[number, :first].tolist()
+        assert row[first : first + 4] == BEGINNINGS[1, number].tolist()
+    greedy, place, begun = rows[0].tolist(), 4, 0
+    while place < len(greedy):  # each token is the likeliest behind all before it, or of a beginning
+        chosen = int(small(torch.tensor([greedy[:place]])).logits[0, -1].argmax())
+        assert greedy[place] == chosen
+        place += 1
+        if chosen in ends:
+            begun += 1
+            assert greedy[place : place + 4] == BEGINNINGS[begun % 4, 0].tolist()[: 20 - place]
+            place += 4
+    assert begun >= 1
+
+
+def test_rows_of_a_model_with_a_table_of_positions_do_not_leave_it() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=20, pad_token_id=0)
+    rows = written(GPT2LMHeadModel(config).eval(), frozenset(range(0, 64, 3)))  # type: ignore[arg-type]
+    assert rows.shape == (3, 20)

@@ -1,13 +1,14 @@
 """How many drafts the target accepts: measured on texts that it writes itself behind held-out excerpts.
 
 With `sample_and_match` the target's text does not depend on drafts, and an accepted draft is the target's own
-token: so what would be drafted from every position of the finished text gives every round exactly.
+token: so what would be drafted from every position of the finished text gives every round exactly. A text
+ends where the target ends it: what it would say behind is never served.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from specdec.drafters.base import Drafter, IndependentHeads, TargetParts
 from training.drafters.capture import Capture
 from training.drafters.drafting import Choose, accepted_per_round, draft_everywhere, unfold_chains
 from training.evaluation import acceptance_summary
-from training.generation import gumbel_noise, noisy_choice, sample
+from training.generation import gumbel_noise, noisy_choice, sample, text_length
 from training.progress import console
 
 TEMPERATURES = (0.0, 0.7)
@@ -37,10 +38,14 @@ def evaluate_acceptance(
     *,
     num_generated: int,
     num_drafted: int,
+    ends: Collection[int],
     seed: int = 0,
     temperatures: tuple[float, ...] = TEMPERATURES,
 ) -> dict[str, Any]:
-    """Acceptance by position, per temperature, and hits by depth and rank; ``prompts`` int64 [N, P]."""
+    """Acceptance by position, per temperature, and hits by depth and rank; ``prompts`` int64 [N, P].
+
+    ``ends``: token ids that end a text.
+    """
     limit = drafter.max_depth
     k = num_drafted if limit is None else min(num_drafted, limit)
     # As in training: weights are float32, and those of the target's that they compute with may not be.
@@ -57,6 +62,7 @@ def evaluate_acceptance(
         prompts,
         num_generated=num_generated,
         k=k,
+        ends=ends,
         seed=seed,
         temperatures=temperatures,
         # Heads that see no drafts say the same behind each path of a tree; others see their own drafts here.
@@ -71,6 +77,7 @@ def evaluate_language_model(
     *,
     num_generated: int,
     num_drafted: int,
+    ends: Collection[int],
     seed: int = 0,
 ) -> dict[str, Any]:
     """The same of a drafter that is a language model: ``logits`` [1, T, V] of a text int64 [1, T]."""
@@ -78,7 +85,9 @@ def evaluate_language_model(
     def drafts(text: torch.Tensor, choose: Choose) -> torch.Tensor:
         return unfold_chains(choose(0, logits(text)[:, 1:]), num_drafted)
 
-    return measure_acceptance(target, drafts, prompts, num_generated=num_generated, k=num_drafted, seed=seed)
+    return measure_acceptance(
+        target, drafts, prompts, num_generated=num_generated, k=num_drafted, ends=ends, seed=seed
+    )
 
 
 def measure_acceptance(
@@ -88,12 +97,14 @@ def measure_acceptance(
     *,
     num_generated: int,
     k: int,
+    ends: Collection[int],
     seed: int,
     temperatures: tuple[float, ...] = TEMPERATURES,
     num_standing_ranks: int = 0,
 ) -> dict[str, Any]:
     """Acceptance by position of ``k`` drafts a round, per temperature; ``prompts`` int64 [N, P].
 
+    ``generated`` tokens are asked for behind each prompt; those up to the first of ``ends`` count.
     With ``num_standing_ranks`` also `acceptance_by_depth`, of drafters that choose at every depth.
     """
     return {
@@ -101,7 +112,7 @@ def measure_acceptance(
             "k": k,
             "texts": len(prompts),
             "generated": num_generated,
-            **_at(target, drafts, prompts, num_generated, k, seed, temperature, num_standing_ranks),
+            **_at(target, drafts, prompts, num_generated, k, ends, seed, temperature, num_standing_ranks),
         }
         for temperature in temperatures
     }
@@ -156,6 +167,7 @@ def _at(
     prompts: torch.Tensor,
     num_generated: int,
     k: int,
+    ends: Collection[int],
     seed: int,
     temperature: float,
     num_standing_ranks: int,
@@ -168,21 +180,23 @@ def _at(
         temperatures=torch.full((num_rows,), temperature),
         seed=seed,
     )
-    tokens = torch.cat([prompts, written], dim=1)
+    texts = [
+        torch.cat([prompt, said[: text_length(said.tolist(), ends)]])
+        for prompt, said in zip(prompts, written, strict=True)
+    ]
     vocab_size = TargetParts.of(target).vocab_size
     rounds: list[int] = []
     ranks: list[list[torch.Tensor]] = []
     described = f"drafting at temperature {temperature}"
-    for row in track(range(num_rows), described, console=console, transient=True):
-        own = tokens[row : row + 1].to(target.device)
+    for row, tokens in enumerate(track(texts, described, console=console, transient=True)):
+        own = tokens[None].to(target.device)
         noise = None
         if temperature > 0:
             noise = _noise(seed, num_generated, num_rows, row, vocab_size)
-        text = tokens[row] if num_standing_ranks else None
-        choice = _Choice(temperature, noise, prompt_length, text)
+        choice = _Choice(temperature, noise, prompt_length, tokens if num_standing_ranks else None)
         drafted = drafts(own, choice)[0].cpu()
         ranks.append([of_depth[prompt_length - 1 :] for of_depth in choice.ranks])
-        true = torch.stack([_shifted(tokens[row], 2 + depth) for depth in range(k)], dim=-1)
+        true = torch.stack([_shifted(tokens, 2 + depth) for depth in range(k)], dim=-1)
         rounds += accepted_per_round(drafted == true[: len(drafted)], prompt_length - 1)
     summary = acceptance_summary(rounds, k)
     if num_standing_ranks:

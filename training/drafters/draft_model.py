@@ -11,6 +11,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from training.drafters.groundwork import Groundwork, load_frozen
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.stored import save_language_model
-from training.generation import sample
+from training.generation import write_rows
 from training.progress import console
 
 logger = logging.getLogger(__name__)
@@ -122,20 +123,26 @@ class DraftModelTraining:
             if is_on_policy(step, recipe.on_policy)
             for part in range(recipe.accumulate)
         ]
-        prompt_length = max(1, recipe.row_length // 4)
+        length = max(1, recipe.row_length // 4)
         written: dict[tuple[int, int], torch.Tensor] = {}
         for step, part in places:
-            prompts = ground.batch(step, part)[:, :prompt_length].cpu()
-            continuation = sample(
+            batch = self.vocabularies.readable(ground.batch(step, part).cpu())
+            written[step, part] = write_rows(
                 self.draft,  # type: ignore[arg-type]
-                self.vocabularies.readable(prompts).tolist(),
-                num_tokens=recipe.row_length - prompt_length,
-                temperatures=cycled(SAMPLE_TEMPERATURES, len(prompts), start=step),
+                partial(_beginnings, batch, length, len(ground.lead)),
+                length=recipe.row_length,
+                temperatures=cycled(SAMPLE_TEMPERATURES, len(batch), start=step),
                 seed=recipe.seed * 1000 + step * recipe.accumulate + part,
+                ends=ground.ends,
                 num_ids=self.vocabularies.common,
             )
-            written[step, part] = torch.cat([prompts, continuation], dim=1)
         return written
+
+
+def _beginnings(batch: torch.Tensor, length: int, num_leading: int, number: int) -> torch.Tensor:
+    """int64 [B, <= length]: of rows [B, T]; behind a text that has ended it is another part of its row."""
+    rows = batch[:, num_leading if number else 0 :]
+    return rows.roll(-number * length, dims=1)[:, :length]
 
 
 def first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
@@ -198,6 +205,7 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
             ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
+            ends=ground.ends,
             seed=recipe.seed,
         )
     return ground.report(run, sum(parameter.numel() for parameter in draft.parameters()), acceptance)

@@ -142,6 +142,7 @@ def train_early_exits(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
             ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
+            ends=ground.ends,
             seed=recipe.seed,
         )
     num_parameters = sum(parameter.numel() for parameter in ground.model.parameters())

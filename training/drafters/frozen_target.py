@@ -58,6 +58,7 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
             ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
+            ends=ground.ends,
             seed=recipe.seed,
         )
     return ground.report(run, sum(parameter.numel() for parameter in drafter.parameters()), acceptance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.drafters.base import TargetParts
 from specdec.model.checkpoint import Checkpoint, open_checkpoint, outline_of, revision_of
+from specdec.model.facts import eos_token_ids_of
 from specdec.model.rotary import longest_sequence
 from specdec.model.tokenizer import load_tokenizer
 from training.checkpointing import replace_file
@@ -27,8 +28,8 @@ from training.drafters.folders import described_run, note_run, require_free, req
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.rows import Rows
-from training.drafters.texts import read_documents, split
-from training.generation import sample
+from training.drafters.texts import leading_ids, read_documents, split
+from training.generation import write_rows
 from training.optimization import Pace
 from training.progress import console
 from training.run import RunOptions, TrainingRun
@@ -55,7 +56,11 @@ class Groundwork:
     is_mixed: bool
     """Whether matrix products are in bfloat16."""
     tokenizer: PreTrainedTokenizerBase
+    lead: tuple[int, ...]
+    """What the tokenizer begins every text with: so do rows and excerpts."""
     separator: int
+    ends: tuple[int, ...]
+    """Token ids with which the target ends a text."""
     rows: Rows
     held_out: list[np.ndarray]
 
@@ -80,9 +85,10 @@ class Groundwork:
         model = load_frozen(options.target, dtype, device)
         _require_positions(model, recipe)
         tokenizer = load_tokenizer(options.target)
-        separator = _separator(tokenizer, model)
+        lead, separator = leading_ids(tokenizer), _separator(tokenizer, model)
+        ends = eos_token_ids_of(checkpoint, model.config)
         documents = read_documents(options.data, tokenizer, leaving_out=(options.out, options.work))
-        _require_known(documents, separator, model, options.target)
+        _require_known(documents, (separator, *lead), model, options.target)
         train, held_out = split(documents)
         rows = Rows.cut(
             train,
@@ -90,10 +96,11 @@ class Groundwork:
             length=recipe.row_length,
             batch_rows=recipe.batch_rows,
             seed=recipe.seed,
+            lead=lead,
         )
         if options.samples:
             rows = Rows(
-                tokens=_sampled(model, rows, recipe, options, fingerprint),
+                tokens=_sampled(model, rows, recipe, options, fingerprint, len(lead), ends),
                 batch_rows=recipe.batch_rows,
                 seed=recipe.seed,
             )
@@ -105,7 +112,9 @@ class Groundwork:
             fingerprint=fingerprint,
             is_mixed=is_mixed,
             tokenizer=tokenizer,
+            lead=lead,
             separator=separator,
+            ends=ends,
             rows=rows,
             held_out=held_out,
         )
@@ -120,10 +129,11 @@ class Groundwork:
         num_texts = self.options.eval_texts
         whole = torch.cat([torch.tensor([self.separator, *document.tolist()]) for document in self.held_out])
         longest = min(_PROMPT_LENGTH, (_num_positions(self.model) or 2 * _PROMPT_LENGTH) // 2)
-        length = min(longest, max(2, len(whole) // num_texts))
+        lead = torch.tensor(self.lead, dtype=torch.int64)
+        length = min(longest - len(lead), max(2, len(whole) // num_texts))
         count = max(1, min(num_texts, len(whole) // length))
         stride = len(whole) // count
-        return torch.stack([whole[i * stride : i * stride + length] for i in range(count)])
+        return torch.stack([torch.cat([lead, whole[i * stride : i * stride + length]]) for i in range(count)])
 
     @property
     def num_evaluated(self) -> int:
@@ -232,9 +242,11 @@ def _separator(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> in
     return next(chosen, 0)
 
 
-def _require_known(documents: list[np.ndarray], separator: int, model: PreTrainedModel, target: Path) -> None:
+def _require_known(
+    documents: list[np.ndarray], others: Sequence[int], model: PreTrainedModel, target: Path
+) -> None:
     """Tokenizers of fine-tuned models have ids at times that their models do not."""
-    most = max(separator, *(int(document.max()) for document in documents))
+    most = max(*others, *(int(document.max()) for document in documents))
     num_known = TargetParts.of(model).vocab_size
     if most >= num_known:
         raise CheckpointError(
@@ -255,31 +267,45 @@ def _digest(rows: torch.Tensor) -> str:
 
 
 def _sampled(
-    model: PreTrainedModel, rows: Rows, recipe: DrafterRecipe, options: TrainOptions, fingerprint: str
+    model: PreTrainedModel,
+    rows: Rows,
+    recipe: DrafterRecipe,
+    options: TrainOptions,
+    fingerprint: str,
+    num_leading: int,
+    ends: Sequence[int],
 ) -> torch.Tensor:
-    """int64 [samples, T]: beginnings of rows that the target goes on with; made once, in parts."""
+    """int64 [samples, T]: beginnings of rows that the target goes on with; made once, in parts.
+
+    Where it ends a text, it goes on with the beginning of another row, less the ``num_leading`` tokens that
+    begin each.
+    """
     prompt_length = min(_PROMPT_LENGTH, recipe.row_length // 2)
     if options.samples < recipe.batch_rows:
         raise ConfigError(f"--samples must be at least --batch-rows ({recipe.batch_rows}), or 0")
     settings = (options.samples, recipe.row_length, recipe.seed, options.sample_temperature)
-    origin = hashlib.sha256(f"{fingerprint} {_digest(rows.tokens)}".encode()).hexdigest()[:16]
+    origin = hashlib.sha256(f"{fingerprint} {_digest(rows.tokens)} {list(ends)}".encode()).hexdigest()[:16]
     path = options.work / f"samples-{'-'.join(map(str, settings))}-{origin}.pt"
     written = torch.empty(0, recipe.row_length, dtype=torch.int64)
     if path.exists():
         written = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
     starts = range(len(written), options.samples, _SAMPLED_AT_ONCE)
     for start in track(starts, "sampling from the target", console=console, disable=not starts):
-        chosen = [
-            index % len(rows.tokens) for index in range(start, min(options.samples, start + _SAMPLED_AT_ONCE))
-        ]
-        prompts = rows.tokens[chosen, :prompt_length]
-        continuation = sample(
+        end = min(options.samples, start + _SAMPLED_AT_ONCE)
+
+        def beginnings(number: int, start: int = start, end: int = end) -> torch.Tensor:
+            places = range(start + number * options.samples, end + number * options.samples)
+            chosen = [place % len(rows.tokens) for place in places]
+            return rows.tokens[chosen, num_leading if number else 0 : prompt_length]
+
+        made = write_rows(
             model,  # type: ignore[arg-type]
-            prompts.tolist(),
-            num_tokens=recipe.row_length - prompt_length,
-            temperatures=torch.full((len(prompts),), options.sample_temperature),
+            beginnings,
+            length=recipe.row_length,
+            temperatures=torch.full((end - start,), options.sample_temperature),
             seed=recipe.seed * 1000 + start,
+            ends=ends,
         )
-        written = torch.cat([written, torch.cat([prompts, continuation], dim=1)])
+        written = torch.cat([written, made])
         replace_file(path, partial(torch.save, written))
     return written

@@ -126,6 +126,7 @@ def train_jointly(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
             ground.excerpts(),
             num_generated=ground.num_evaluated,
             num_drafted=recipe.depth,
+            ends=ground.ends,
             seed=recipe.seed,
         )
     moved = (*training.heads.parameters(), *training.moving.parameters())

@@ -26,6 +26,7 @@ def read_documents(
 ) -> list[np.ndarray]:
     """Token ids int64 of every document of ``paths`` (files, or folders of them), in a fixed order.
 
+    Without what the tokenizer begins every text with (`leading_ids`), which chat templates write, too.
     A line of JSON lines has a ``text``, a ``prompt`` (and ``completion``), or ``messages`` (chat template).
     Folders of ``leaving_out`` inside others are not read: what a run writes would be other data when it goes
     on.
@@ -35,10 +36,13 @@ def read_documents(
     """
     files = list(_files(paths, [folder.resolve() for folder in leaving_out]))
     documents: list[np.ndarray] = []
+    lead = leading_ids(tokenizer)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading texts", total=sum(file.stat().st_size for file in files))
         for file in files:
             for ids, num_characters in _encoded(file, tokenizer):
+                if lead and tuple(ids[: len(lead)]) == lead:
+                    ids = ids[len(lead) :]
                 if len(ids) > 1:
                     documents.append(np.asarray(ids, dtype=np.int64))
                 progress.advance(task, num_characters)
@@ -48,6 +52,15 @@ def read_documents(
             f"{', '.join(_TEXT_SUFFIXES)} are read)"
         )
     return documents
+
+
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return what the tokenizer itself puts before a text, as servers have it do: a BOS, or nothing."""
+    plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer("a")["input_ids"]
+    places = range(len(whole) - len(plain) + 1)
+    start = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+    return tuple(whole[:start])
 
 
 def is_held_out(document: np.ndarray, share: float = HELD_OUT_SHARE) -> bool:

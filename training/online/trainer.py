@@ -167,14 +167,21 @@ class OnlineTrainer:
         parts = [_part(text, self._config.max_text_tokens, self._rng) for text in texts]
         num_tokens = sum(part.num_scored for part in parts)
         for part in parts:
-            heat = part.text.params.temperature or 1.0
-            loss = functional.cross_entropy(self._logits(part) / heat, part.scored, reduction="sum")
-            (loss / num_tokens).backward()
+            (self._loss(part) / num_tokens).backward()
             yield True
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), _MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._counters["online_training_steps"] += 1
+
+    def _loss(self, part: _Part) -> torch.Tensor:
+        """Cross-entropy at the temperature of the text, summed over its scored tokens.
+
+        Times that temperature, by which the logits of nearly greedy texts are divided: their gradients would
+        be a thousand times those of others, and clipping would leave nothing of these.
+        """
+        heat = part.text.params.temperature or 1.0
+        return heat * functional.cross_entropy(self._logits(part) / heat, part.scored, reduction="sum")
 
     def _judge(self, tried: Weights) -> Generator[bool, None, Trial]:
         num_wanted = max(_LARGEST_TRIAL, self._config.min_held_back_tokens)

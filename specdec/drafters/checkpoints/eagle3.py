@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.borrowed import embedding_rows, has_own, weight_of
 from specdec.drafters.checkpoints.described import described
 from specdec.drafters.checkpoints.eagle import name_prefix
 from specdec.drafters.checkpoints.files import DrafterFolder, write_drafter
@@ -31,6 +32,7 @@ from specdec.drafters.vocabulary import DraftVocabulary
 logger = logging.getLogger(__name__)
 
 _VOCABULARY = "_vocabulary."
+_EMBEDDINGS = "embed_tokens.weight"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _SECOND_LAYER = re.compile(
     r"^(model\.)?(layers\.[1-9]\d*|midlayer\.\d+|midlayers\.\d+|additional_layers\.\d+)\."
@@ -87,7 +89,7 @@ def read_eagle3(
         drafter,
         folder,
         published,
-        is_ignored=lambda name: name in ("d2t", "t2d") or is_rotary_buffer(name),
+        is_ignored=lambda name: name in ("d2t", "t2d", f"{outer}{_EMBEDDINGS}") or is_rotary_buffer(name),
         dtype=dtype,
     )
 
@@ -139,7 +141,7 @@ def _read_settings(
     keys_of_target = keys.positive("target_hidden_size", config.hidden_size)
     keys.check_target(target, keys_of_target)
     prefix = name_prefix(folder, "fc.weight")
-    has_embeddings = f"{prefix}embed_tokens.weight" in folder.shapes
+    has_embeddings = _has_own_embeddings(folder, target, config, f"{prefix}{_EMBEDDINGS}")
     if config.hidden_size != target.hidden_size and not has_embeddings:
         raise CheckpointError(
             f"{folder.path}: the weights lack embed_tokens.weight of shape "
@@ -170,6 +172,25 @@ def _read_settings(
         or config.hidden_size != target.hidden_size,
         attention_bias=any(name.endswith("self_attn.q_proj.bias") for name in folder.shapes),
     )
+
+
+def _has_own_embeddings(
+    folder: DrafterFolder, target: TargetParts, config: PretrainedConfig, name: str
+) -> bool:
+    """Whether the embeddings stored under `name` are others than the target's, which are not kept twice."""
+    if name not in folder.shapes or config.hidden_size != target.hidden_size:
+        return name in folder.shapes
+    if not has_own(folder, [name], target, embedding_rows(target)):
+        return False
+    # Of a target that scales its embeddings, heads have them as they are stored.
+    weight = weight_of(target.embeddings)
+    if not weight.is_meta and has_own(folder, [name], target, weight):
+        logger.warning(
+            "%s: %s is not the target's, and is used as it is: the head may be one for another target",
+            folder.path,
+            name,
+        )
+    return True
 
 
 def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts, *, is_speculators: bool) -> tuple[int, ...]:
@@ -214,6 +235,13 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts, *, is_speculator
             raise keys.wrong(
                 _LAYER_IDS, f"a target of {target.num_layers} layers needs it: {layers} is no default"
             )
+        logger.warning(
+            "%s: config.json has no %s: %s are assumed to be fused; of a head that was trained on others "
+            "hardly any draft will stand",
+            keys.path,
+            _LAYER_IDS,
+            _named(layers),
+        )
         return layers
     logger.info(
         "%s: %s%s are read as %s of layers: %s", keys.path, at.prefix, _LAYER_IDS, kind, _named(layers)

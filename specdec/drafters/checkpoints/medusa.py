@@ -72,7 +72,15 @@ def load_medusa(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype |
 
 
 def _num_heads(keys: Keys, key: str, found: int) -> int:
-    """Return how many heads there are: those that `key` states, or those `found` where they are more."""
+    """Return how many heads there are: those that `key` states, or those `found` where they are more.
+
+    Where it is missing, those found are all that can be meant.
+    """
+    if keys.content.get(key) is None:
+        logger.warning(
+            "%s: config.json has no %s, the weights hold %d heads: all are used", keys.path, key, found
+        )
+        return found
     stated = keys.positive(key)
     if found > stated:
         # The heads of the paper were published so: five of them, beside a config.json of two.

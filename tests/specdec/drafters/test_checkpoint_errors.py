@@ -278,8 +278,8 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
     ),
     "no number of medusa heads": (
         published.medusa,
-        change(medusa_num_heads=None),
-        ["medusa_num_heads is None; it must be a positive integer"],
+        change(medusa_num_heads=0),
+        ["medusa_num_heads is 0; it must be a positive integer"],
     ),
     "fewer converted medusa heads than stated": (
         published.medusa_for_vllm,

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_more_medusa_heads_than_stated_are_used(
     published.write(folder, config | {"medusa_num_heads": 2}, tensors, "medusa_lm_head.pt")
     assert load_drafter(folder, target.parts, allow_pickled=True).max_depth == 5
     assert "medusa_num_heads is 2, the weights hold 5 heads" in caplog.text
+
+
+def test_medusa_heads_are_counted_where_nobody_states_how_many(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, tensors = published.medusa(num_heads=4)
+    del config["medusa_num_heads"]
+    published.write(folder, config, tensors, MODEL)
+    assert load_drafter(folder, target.parts).max_depth == 4
+    assert "config.json has no medusa_num_heads, the weights hold 4 heads: all are used" in caplog.text
 
 
 @pytest.mark.parametrize("is_grounded", [True, False])
@@ -157,6 +168,59 @@ def test_eagle3_with_its_own_embeddings_and_without_t2d(folder: Path, target: Ta
     head = load_drafter(folder, target.parts)
     assert isinstance(head, Eagle3)
     assert torch.equal(head.embed(torch.tensor([[7]]))[0, 0], own[7])
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eagle3_shares_embeddings_that_are_the_targets(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture, prefix: str, dtype: torch.dtype
+) -> None:
+    """Many heads are published with a copy, rounded to the numbers that they are stored in."""
+    config, tensors = published.eagle3(prefix=prefix)
+    rows = target.model.get_input_embeddings().weight.detach()
+    copied = {f"{prefix}embed_tokens.weight": rows.to(dtype)}
+    published.write(folder, config, tensors | copied, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.embed_tokens is None
+    assert head.borrowed == {"embeddings"}
+    assert torch.equal(head.embed(torch.tensor([[7]]))[0, 0], rows[7])
+    assert "is not the target's" not in caplog.text
+    copied = {f"{prefix}embed_tokens.weight": rows + 1.0}
+    published.write(folder, config, tensors | copied, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert head.borrowed == frozenset()
+    assert f"{prefix}embed_tokens.weight is not the target's, and is used as it is" in caplog.text
+
+
+def test_eagle3_for_a_target_that_scales_its_embeddings(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What heads read is not scaled, so it is another matrix; that is no sign of another target."""
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+            return 4.0 * super().forward(token_ids)
+
+    rows = target.model.get_input_embeddings().weight.detach()
+    scaled = replace(target.parts, embeddings=Scaled(*rows.shape, _weight=rows))
+    config, tensors = published.eagle3()
+    published.write(folder, config, tensors | {"embed_tokens.weight": rows}, MODEL)
+    head = load_drafter(folder, scaled)
+    assert isinstance(head, Eagle3)
+    assert torch.equal(head.embed(torch.tensor([[7]]))[0, 0], rows[7])
+    assert "is not the target's" not in caplog.text
+
+
+def test_eagle3_that_does_not_say_what_it_fuses(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, tensors = published.eagle3()
+    del config["eagle_config"]
+    published.write(folder, config, tensors, MODEL)
+    assert load_drafter(folder, target.parts).hidden_layers == (2, 2, 1)
+    said = "no eagle_aux_hidden_state_layer_ids: the states after 2, 2, 1 layers are assumed to be fused"
+    assert said in caplog.text
 
 
 def test_eagle3_with_the_whole_vocabulary(folder: Path, target: Target) -> None:

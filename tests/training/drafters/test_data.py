@@ -148,6 +148,14 @@ class TestRows:
             tuple(sorted(batch)) for batch in epoch
         }
 
+    def test_what_begins_texts_begins_rows(self) -> None:
+        documents = [np.arange(10, 10 + size) for size in (30, 7, 55)]
+        rows = Rows.cut(documents, separator=0, length=8, batch_rows=3, seed=1, lead=(1, 2))
+        assert rows.tokens.shape == (15, 8)
+        assert rows.tokens[:, :2].tolist() == [[1, 2]] * 15
+        stream = self.rows().tokens.flatten()
+        assert torch.equal(rows.tokens[:, 2:].flatten()[: len(stream)], stream)
+
     def test_too_little_text_is_an_error(self) -> None:
         with pytest.raises(ConfigError, match="11 tokens are too few: a step takes 2 rows of 8"):
             Rows.cut([np.arange(10)], separator=0, length=8, batch_rows=2, seed=0)

@@ -15,8 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
 from tests.training.drafters.test_train import TINY, losses, options
+from training.draft_distillation import SAMPLE_TEMPERATURES, cycled
 from training.drafters.acceptance import evaluate_language_model
-from training.drafters.draft_model import REFRESH_STEPS, Vocabularies, first_layers, is_on_policy
+from training.drafters.draft_model import (
+    REFRESH_STEPS,
+    DraftModelTraining,
+    Vocabularies,
+    first_layers,
+    is_on_policy,
+)
+from training.drafters.groundwork import Groundwork
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.train import train_drafter
 
@@ -69,11 +77,11 @@ def test_the_target_itself_is_accepted_without_exception(model: PreTrainedModel)
         return model(text).logits
 
     prompts = torch.randint(5, 100, (3, 6), generator=torch.Generator().manual_seed(0))
-    same = evaluate_language_model(model, target, prompts, num_generated=16, num_drafted=3)
+    same = evaluate_language_model(model, target, prompts, num_generated=16, num_drafted=3, ends=())
     for temperature in ("0.0", "0.7"):
         assert same[temperature]["reached"] == [1.0, 1.0, 1.0]
     shifted = evaluate_language_model(
-        model, lambda text: target(text).roll(1, dims=-1), prompts, num_generated=16, num_drafted=3
+        model, lambda text: target(text).roll(1, dims=-1), prompts, num_generated=16, num_drafted=3, ends=()
     )
     assert shifted["0.0"]["reached"] == [0.0, 0.0, 0.0]
 
@@ -131,6 +139,27 @@ def padded(folder: Path, num_rows: int, out: Path) -> Path:
         model.get_output_embeddings().weight[128:] *= 50.0
     model.save_pretrained(out)
     return out
+
+
+def test_what_it_writes_itself_goes_on_where_a_text_ends(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Behind an end it would learn positions that nobody meets; there another part of the row begins."""
+    chosen = recipe(row_length=24, batch_rows=2, num_layers=2)
+    ground = Groundwork.lay(chosen, options(target_folder, texts, tmp_path))
+    draft = first_layers(ground.model, 2).eval()
+    with torch.no_grad():
+        draft.get_output_embeddings().weight.zero_()  # of equal logits the lowest is chosen: id 0, an end
+    training = DraftModelTraining(ground, draft, None)
+    step = next(step for step in range(REFRESH_STEPS) if is_on_policy(step, chosen.on_policy))
+    step += 2 * REFRESH_STEPS
+    written = training._write(step - step % REFRESH_STEPS)[step, 0]
+    batch = ground.batch(step, 0)
+    (greedy,) = [
+        row for row, heat in enumerate(cycled(SAMPLE_TEMPERATURES, 2, start=step).tolist()) if heat == 0.0
+    ]
+    row, text = written[greedy].tolist(), batch[greedy].tolist()
+    assert row == [*text[:6], 0, *text[6:12], 0, *text[12:18], 0, *text[18:21]]
 
 
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(128, 136), (136, 128), (144, 136)])

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.drafters.base import TargetParts
+from specdec.model.tokenizer import load_tokenizer
 from tests.architectures import make_model, make_tokenizer, save_model
 from tests.training.drafters.test_train import TINY, options
 from training.drafters import groundwork
@@ -22,6 +24,7 @@ from training.drafters.folders import alone_in
 from training.drafters.groundwork import Groundwork
 from training.drafters.methods import make_training
 from training.drafters.recipe import DrafterRecipe, Method
+from training.drafters.texts import leading_ids
 from training.drafters.train import train_drafter
 
 ONE_STEP = TINY | {"steps": 1, "warmup_steps": 1}
@@ -135,6 +138,87 @@ class TestTargets:
         assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
 
 
+def with_bos(folder: Path) -> None:
+    """Let the tokenizer of a folder put id 1 before each text, as those of Llama 2 and 3 and Gemma do."""
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    tokenizer.save_pretrained(folder)
+
+
+class TestBeginnings:
+    """Servers have the tokenizer put its BOS before a prompt: no text without is ever drafted for."""
+
+    @pytest.mark.parametrize("samples", [0, 4])
+    def test_every_row_and_excerpt_begins_as_served_texts_do(
+        self, copied: Path, texts: Path, tmp_path: Path, samples: int
+    ) -> None:
+        plain = Groundwork.lay(recipe(), options(copied, texts, tmp_path / "plain"))
+        assert plain.lead == ()
+        with_bos(copied)
+        ground = Groundwork.lay(recipe(), options(copied, texts, tmp_path, samples=samples))
+        rows = ground.rows.tokens
+        assert rows.shape[1] == plain.rows.tokens.shape[1]
+        assert rows[:, 0].tolist() == [1] * len(rows)
+        excerpts = ground.excerpts()
+        assert excerpts[:, 0].tolist() == [1] * len(excerpts)
+        assert excerpts.shape == (2, 64)
+        assert torch.equal(excerpts[:, 1:], plain.excerpts()[:, :-1])
+        if not samples:
+            streams = [rows[:, 1:].flatten(), plain.rows.tokens.flatten()]
+            common = min(map(len, streams))
+            assert torch.equal(streams[0][:common], streams[1][:common])
+
+    def test_chats_do_not_begin_twice(self, copied: Path, texts: Path, tmp_path: Path) -> None:
+        """Chat templates write the BOS themselves, which no server then adds."""
+        with_bos(copied)
+        tokenizer = load_tokenizer(copied)
+        tokenizer.chat_template = "<bos>{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+        tokenizer.save_pretrained(copied)
+        chat = {"messages": [{"role": "user", "content": "how are you " * 9}]}
+        (texts / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 9))
+        ground = Groundwork.lay(recipe(), options(copied, texts, tmp_path))
+        assert not (ground.rows.tokens[:, 1:] == 1).any()
+
+    def test_a_bos_that_the_model_does_not_have(self, copied: Path, texts: Path, tmp_path: Path) -> None:
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens({"bos_token": "<begin>"})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<begin> $A", special_tokens=[("<begin>", 128)]
+        )
+        tokenizer.save_pretrained(copied)
+        with pytest.raises(CheckpointError, match="makes token id 128 of --data, and the model knows 128"):
+            Groundwork.lay(recipe(), options(copied, texts, tmp_path))
+
+    def test_the_demo_targets_rows_are_what_they_were(self) -> None:
+        """Its heads were trained on texts without a BOS, which it is served without."""
+        demo = Path(__file__).parents[3] / "models" / "demo" / "target"
+        assert leading_ids(load_tokenizer(demo)) == ()
+
+
+class TestEnds:
+    def test_samples_go_on_with_other_texts_behind_an_end(
+        self, copied: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        chosen = options(copied, texts, tmp_path, samples=4, sample_temperature=0.0)
+        free = Groundwork.lay(recipe(), chosen)
+        written = free.rows.tokens[0].tolist()
+        # What the target says first, at places that differ from row to row, ends texts from now on.
+        end = written[12]
+        settings = json.loads((copied / "config.json").read_text())
+        (copied / "config.json").write_text(json.dumps({**settings, "eos_token_id": [0, end]}))
+        ground = Groundwork.lay(recipe(), chosen)
+        assert set(ground.ends) == {0, end}
+        row, whole = (
+            ground.rows.tokens[0].tolist(),
+            Groundwork.lay(recipe(), options(copied, texts, tmp_path)),
+        )
+        assert row[:13] == written[:13]
+        assert row[13:] == whole.rows.tokens[4, :11].tolist()
+        assert len(list(chosen.work.glob("samples-*.pt"))) == 2, "what was written otherwise is left alone"
+
+
 class TestFolders:
     def test_only_what_this_run_has_written_is_written_over(
         self, target_folder: Path, texts: Path, tmp_path: Path
@@ -173,7 +257,7 @@ class TestFolders:
         def unwanted(*_: Any, **__: Any) -> None:
             raise AssertionError("this takes hours")
 
-        monkeypatch.setattr(groundwork, "sample", unwanted)
+        monkeypatch.setattr(groundwork, "write_rows", unwanted)
         monkeypatch.setattr(groundwork, "load_frozen", unwanted)
         with pytest.raises(ConfigError, match="holds a run with samples 4, not 8"):
             train_drafter(recipe(), dataclasses.replace(chosen, samples=8))

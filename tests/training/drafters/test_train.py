@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -27,9 +28,9 @@ from specdec.drafters.checkpoints.registry import detect, load_drafter
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.mtp import Mtp
 from training.drafters import groundwork, train
-from training.drafters.acceptance import acceptance_by_depth, evaluate_acceptance
+from training.drafters.acceptance import acceptance_by_depth, evaluate_acceptance, measure_acceptance
 from training.drafters.capture import Capture
-from training.drafters.drafting import draft_everywhere
+from training.drafters.drafting import Choose, draft_everywhere
 from training.drafters.groundwork import Groundwork
 from training.drafters.methods import make_training
 from training.drafters.options import TrainOptions
@@ -149,24 +150,24 @@ def test_the_targets_own_writing_is_gone_on_with_and_of_these_texts(
 ) -> None:
     recipe = DrafterRecipe(method="medusa", **TINY)
     monkeypatch.setattr(groundwork, "_SAMPLED_AT_ONCE", 4)
-    sample, sampled = groundwork.sample, []
+    write_rows, begun = groundwork.write_rows, []
 
-    def cut(model: Any, prompts: Any, **more: Any) -> torch.Tensor:
-        if len(sampled) == 2:
+    def cut(model: Any, beginnings: Any, **more: Any) -> torch.Tensor:
+        if len(begun) == 2:
             raise KeyboardInterrupt
-        sampled.append(prompts)
-        return sample(model, prompts, **more)
+        begun.append(beginnings)
+        return write_rows(model, beginnings, **more)
 
     def lay(work: str, data: Path = texts) -> torch.Tensor:
         chosen = options(target_folder, data, tmp_path / work, eval_texts=0, samples=12, dtype="float32")
         return Groundwork.lay(recipe, chosen).rows.tokens
 
     whole = lay("whole")
-    monkeypatch.setattr(groundwork, "sample", cut)
+    monkeypatch.setattr(groundwork, "write_rows", cut)
     with pytest.raises(KeyboardInterrupt):
         lay("cut")
-    assert len(sampled) == 2
-    monkeypatch.setattr(groundwork, "sample", sample)
+    assert len(begun) == 2
+    monkeypatch.setattr(groundwork, "write_rows", write_rows)
     assert torch.equal(lay("cut"), whole)
     assert len(list((tmp_path / "cut" / "work").glob("*"))) == 1, "nothing temporary is left"
     other = tmp_path / "other.txt"
@@ -411,7 +412,7 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
     heads.start_from_target()
     prompts = torch.full((2, 4), 9)
     good = evaluate_acceptance(
-        Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3
+        Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3, ends=()
     )
     assert good["0.0"]["reached"] == [1.0, 1.0, 1.0]
     assert good["0.7"]["acceptance_by_depth"] == [[1.0, *[0.0] * 7]] * 3
@@ -420,10 +421,32 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
         for own in heads.heads:
             own[-1].weight.copy_(own[-1].weight.roll(1, dims=0))
     bad = evaluate_acceptance(
-        Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3
+        Capture(model, heads.hidden_layers), heads, prompts, num_generated=12, num_drafted=3, ends=()
     )
     assert bad["0.0"]["reached"] == [0.0, 0.0, 0.0]
     assert bad["0.0"]["acceptance_by_depth"][0][0] == 0.0
+
+
+def test_what_the_target_would_say_behind_the_end_counts_for_nothing(model: PreTrainedModel) -> None:
+    """The text ends with its fourth token; drafts are right up to there, and wrong ever after."""
+
+    def drafts(text: torch.Tensor, choose: Choose) -> torch.Tensor:
+        read.append(text[0].tolist())
+        right = torch.stack([F.pad(text[0, 2 + depth :], (0, 1 + depth), value=-1) for depth in range(2)], -1)
+        return torch.where(torch.arange(len(right))[:, None] < 7, right, -1)[None]
+
+    read: list[list[int]] = []
+    prompts = torch.randint(5, 100, (1, 6), generator=torch.Generator().manual_seed(0))
+    settings: dict[str, Any] = {"num_generated": 12, "k": 2, "seed": 0, "temperatures": (0.0,)}
+    measure_acceptance(model, drafts, prompts, ends=(), **settings)
+    (whole,) = read
+    assert len(whole) == 18
+    end = whole[9]
+    assert end not in whole[6:9]
+    ended = measure_acceptance(model, drafts, prompts, ends=(end,), num_standing_ranks=0, **settings)["0.0"]
+    assert read[1] == whole[:10]
+    assert ended["rounds"] == 1
+    assert ended["reached"] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

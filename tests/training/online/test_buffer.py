@@ -187,8 +187,20 @@ def test_wrong_settings_are_explained(online: dict[str, object], said: str) -> N
         ({"quantization": "int8"}, "leave out quantization: int8"),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size: 2"),
         ({"synthetic_acceptance": {"acceptance": [0.5]}}, "synthetic_acceptance makes verdicts up"),
+        *(
+            (
+                {"rejection_sample_method": rule, "allow_lossy": rule == "typical"},
+                f"online: under rejection_sample_method: {rule} {reason}",
+            )
+            for rule, reason in (
+                ("rejection", "drafts must know nothing of what a request's seed"),
+                ("block", "drafts must know nothing of what a request's seed"),
+                ("multi_round", "drafts must know nothing of what a request's seed"),
+                ("typical", "no text tells which drafts would have stood"),
+            )
+        ),
     ],
-    ids=["method", "quantization", "ranks", "synthetic"],
+    ids=["method", "quantization", "ranks", "synthetic", "rejection", "block", "multi_round", "typical"],
 )
 def test_what_cannot_learn_is_refused(other: dict[str, object], said: str) -> None:
     block: dict[str, object] = {"method": "draft_model", "model": "draft", "online": {"allow_shared": True}}

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from specdec.core.sampling_params import SamplingParams
+from specdec.engine.text_tap import LearnableText
 from tests.training.online.domains import FORMER, LATTER, QUICK, heard, model_of, trainer_of, work_off
 from training.online.guard import Trial, is_better
 from training.online.pace import PacedTrainer, rest_s
-from training.online.trainer import OnlineTrainer, Version
+from training.online.trainer import OnlineTrainer, Version, _part
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +137,24 @@ def test_another_trainer_goes_on_where_one_has_died(
     heir.hear(heard(LATTER, 60))
     work_off(heir)
     assert heir.status.acceptance_before == trainer.status.acceptance_after
+
+
+def test_nearly_greedy_texts_do_not_drown_others(of_the_former: LlamaForCausalLM) -> None:
+    """The same text moves the weights about as far, whatever the temperature at which it was written."""
+    trainer = trainer_of(copy.deepcopy(of_the_former))
+    (text,) = heard(LATTER, 1)
+
+    def norm(temperature: float) -> float:
+        params = SamplingParams(temperature=temperature)
+        told = LearnableText(text.owner, text.token_ids, text.num_prompt_tokens, params, text.seed)
+        trainer._model.zero_grad()
+        trainer._loss(_part(told, 512, None)).backward()
+        gradients = [one.grad for one in trainer._model.parameters() if one.grad is not None]
+        return math.sqrt(sum(float(one.square().sum()) for one in gradients))
+
+    at_one = norm(1.0)
+    assert 0.1 < norm(0.001) / at_one < 10.0
+    assert norm(0.0) == pytest.approx(at_one), "greedy texts are learnt from as at temperature 1"
 
 
 def test_nothing_is_begun_without_anything_to_judge_by(of_the_former: LlamaForCausalLM) -> None:
