@@ -44,9 +44,10 @@ def build_target(
         UserError: as `build_parts`.
         TransportError: another rank died.
     """
+    takes_trees = config.speculative_config.drafts_trees
     config = seen_at_target(config)
     if config.target.num_ranks == 1 and ranks is None:
-        return _build_whole_target(config, progress, reserved_bytes)
+        return _build_whole_target(config, progress, reserved_bytes, takes_trees=takes_trees)
     from specdec.engine.rank_launch import leading
     from specdec.engine.rank_leader import LeadingTarget
 
@@ -116,7 +117,7 @@ def build_target_part(
 
 
 def _build_whole_target(
-    config: EngineConfig, progress: LoadProgress | None, reserved_bytes: int
+    config: EngineConfig, progress: LoadProgress | None, reserved_bytes: int, *, takes_trees: bool
 ) -> LocalTarget:
     from specdec.engine.local_target import LocalTarget
     from specdec.model.acceleration import accelerate, attention_of, later_bytes, packed_by
@@ -147,11 +148,14 @@ def _build_whole_target(
         drafts_packed=config.speculative_config.kv.is_packed,
     )
     _require_length(config, runner)
-    graphs = accelerate(runner, config.target.compile)
+    graphs = accelerate(runner, config.target.compile, takes_trees=takes_trees)
     idle_work: list[IdleWork] = [graphs]
     view_runner = None if view is None else runner.of_view(view)
     if view_runner is not None:
-        idle_work.append(accelerate(view_runner, config.target.compile, like=graphs))
+        of_view = accelerate(
+            view_runner, config.target.compile, like=graphs, takes_trees=self_tree is not None
+        )
+        idle_work.append(of_view)
     self_loop = None
     if drafts_chains and loaded.device.type == "cuda":
         self_loop = GraphedDraftLoop(

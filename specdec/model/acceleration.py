@@ -48,10 +48,17 @@ class Acceleration(ForwardGraphs, IdleWork, Protocol):
     """What makes a runner faster once its work is done."""
 
 
-def accelerate(runner: ModelRunner, config: CompileConfig, like: Acceleration | None = None) -> Acceleration:
+def accelerate(
+    runner: ModelRunner,
+    config: CompileConfig,
+    like: Acceleration | None = None,
+    *,
+    takes_trees: bool = False,
+) -> Acceleration:
     """Give the runner the form of its forward that suits its device; it is made while idle.
 
-    `like` is what another runner was given that has the same weights, in part at least.
+    `like` is what another runner was given that has the same weights, in part at least; `takes_trees`:
+    whether rows of a sequence may be a tree.
 
     A batch-invariant one on a CPU is made here and now: eager and compiled forwards round differently, and a
     request must not see both.
@@ -68,7 +75,7 @@ def accelerate(runner: ModelRunner, config: CompileConfig, like: Acceleration | 
                 runner.loaded.path.name,
                 runner.backend.name,
             )
-        made = CudaForward(runner, config)
+        made = CudaForward(runner, config, takes_trees=takes_trees)
     else:
         shared = like if isinstance(like, CompiledForward) else None
         made = compiled = CompiledForward(runner, config, like=shared)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -20,15 +20,31 @@ from specdec.core.idle_work import WorkProgress, WorkState
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.config import CompileConfig
 from specdec.model.graph_recorder import CannotRecord, CudaRecorder, Recorder
-from specdec.model.loader import LoadedModel
 from specdec.model.row_buckets import RowBuckets, smallest_holding
-from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
-from specdec.model.static_batch import StaticBatch
+from specdec.model.runner import ForwardInputs, Incoming
+from specdec.model.static_batch import StaticBatch, StaticLayers, StaticModel
 
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest difference from eager logits, relative to the largest logit, with which a graph is used."""
+
+
+class RecordedModel(StaticModel, Protocol):
+    """What steps are recorded of: a `ModelRunner`, or what runs a drafter."""
+
+    @property
+    def backend(self) -> AttentionBackend: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
+        """As `ModelRunner.pack`."""
+        ...
+
+    def forward_eager(self, inputs: ForwardInputs) -> torch.Tensor:
+        """As `ModelRunner.forward_eager`."""
+        ...
 
 
 class GraphRecording(ABC):
@@ -37,8 +53,9 @@ class GraphRecording(ABC):
     The thread that replays the graphs also calls `run_next`.
     """
 
-    def __init__(self, runner: ModelRunner, num_graphs: int) -> None:
-        self._runner = runner
+    def __init__(self, name: str, num_graphs: int) -> None:
+        """`name`: of what is recorded, for people."""
+        self._name = name
         self._num_graphs = num_graphs
         self._num_recorded = 0
         self._state: WorkState = "pending" if num_graphs else "off"
@@ -73,7 +90,7 @@ class GraphRecording(ABC):
         """Record one more graph: about as long as a few eager runs of what is in it."""
         if self._state != "pending":
             return
-        name = self._runner.loaded.path.name
+        name = self._name
         try:
             next(self._pieces)
             self._num_recorded += 1
@@ -119,18 +136,27 @@ class _Recorded:
 class CudaForward(GraphRecording):
     """Implements `runner.ForwardGraphs` for one runner on a GPU.
 
-    Trees, chunks of prompts larger than the largest bucket, and everything until its bucket is recorded, run
-    eagerly.
+    Chunks of prompts larger than the largest bucket, trees where none are expected, and everything until its
+    bucket is recorded, run eagerly.
     """
 
-    def __init__(self, runner: ModelRunner, config: CompileConfig, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        runner: RecordedModel,
+        config: CompileConfig,
+        recorder: Recorder | None = None,
+        *,
+        takes_trees: bool = False,
+    ) -> None:
         """Prepare; nothing is recorded yet.
 
         Args:
             runner: one on a CUDA device with the Triton attention; with any other everything stays eager.
             config: whether to record, and up to which number of rows.
             recorder: None takes CUDA's own.
+            takes_trees: whether rows of a sequence may be a tree.
         """
+        self._takes_trees = takes_trees
         self._recorder = recorder
         self._recorded: dict[int, _Recorded] = {}
         self._sizes: list[int] = []
@@ -138,7 +164,8 @@ class CudaForward(GraphRecording):
         if (backend := recordable(runner, config)) is not None:
             self._backend = backend
             self._buckets = RowBuckets.up_to(config.cuda_graph_max_rows)
-        super().__init__(runner, len(self._buckets.sizes))
+        super().__init__(runner.loaded.path.name, len(self._buckets.sizes))
+        self._model = runner
 
     @property
     def is_ready(self) -> bool:
@@ -181,7 +208,7 @@ class CudaForward(GraphRecording):
         self._sizes.clear()
 
     def _record_all(self) -> Iterator[None]:
-        loaded = self._runner.loaded
+        loaded = self._model.loaded
         recorder = CudaRecorder(loaded.device) if self._recorder is None else self._recorder
         with torch.inference_mode():
             logits = torch.zeros(
@@ -196,7 +223,7 @@ class CudaForward(GraphRecording):
             yield
 
     def _record(self, size: int, logits: torch.Tensor, recorder: Recorder) -> _Recorded:
-        batch = StaticBatch(self._runner, self._backend, size, size)
+        batch = StaticBatch(self._model, self._backend, size, size, takes_trees=self._takes_trees)
 
         def run() -> None:
             logits.copy_(batch.forward())
@@ -207,9 +234,9 @@ class CudaForward(GraphRecording):
     def _probe(self, size: int) -> ForwardInputs:
         """One-token sequences, all in the scratch block, where what they leave harms nobody."""
         piece = SequenceSlice(
-            token_ids=(1 % self._runner.vocab_size,), start=0, block_table=(0,), num_logit_rows=1
+            token_ids=(1 % self._model.vocab_size,), start=0, block_table=(0,), num_logit_rows=1
         )
-        return self._runner.pack([piece] * size)
+        return self._model.pack([piece] * size)
 
     def _check(self, size: int, recorded: _Recorded) -> None:
         """Compare a replay with the eager forward.
@@ -218,10 +245,13 @@ class CudaForward(GraphRecording):
             CannotRecord: the logits differ.
         """
         inputs = self._probe(size)
-        expected = self._runner.forward_eager(inputs).float()
+        expected = self._model.forward_eager(inputs).float()
         logits = recorded.run(inputs)
-        difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
-        if not difference <= _TOLERANCE[self._runner.loaded.dtype]:
+        # Of ids that a drafter does not know both are -inf.
+        differences = torch.where(logits == expected, 0.0, (logits - expected).abs())
+        largest = expected.masked_fill(expected.isinf(), 0.0).abs().max().clamp(min=1e-6)
+        difference = float(differences.max() / largest)
+        if not difference <= _TOLERANCE[self._model.loaded.dtype]:
             raise CannotRecord(f"its logits differ from the eager ones by {difference:.1e} (relative)")
 
 
@@ -230,13 +260,13 @@ def can_be_recorded(backend: AttentionBackend) -> TypeGuard[TritonPagedAttention
     return isinstance(backend, TritonPagedAttention)
 
 
-def recordable(runner: ModelRunner, config: CompileConfig) -> TritonPagedAttention | None:
+def recordable(runner: RecordedModel, config: CompileConfig) -> TritonPagedAttention | None:
     """Return the runner's attention where graphs are wanted and it can be recorded."""
     backend = runner.backend
     return backend if can_be_recorded(backend) and config.mode == "auto" else None
 
 
-def recording_bytes(loaded: LoadedModel, config: CompileConfig) -> int:
+def recording_bytes(loaded: StaticLayers, config: CompileConfig) -> int:
     """Return about how much memory the graphs of a model are going to take: logits, and partial attention."""
     if config.mode == "off":
         return 0

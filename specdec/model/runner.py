@@ -106,6 +106,9 @@ class ModelRunner:
     at a time, because all share the pool.
     """
 
+    incoming_width: int | None = None
+    """Whole models read tokens alone; see `static_batch.StaticModel`."""
+
     def __init__(
         self,
         loaded: LoadedModel,
@@ -295,11 +298,21 @@ class ModelRunner:
             metadata=metadata,
             plan=self.backend.begin(metadata),
         )
-        output = self.call_model(
-            inputs.input_ids, inputs.position_ids[None], inputs.logit_rows, paged, inputs.incoming
-        )
-        if self.taps is not None and pool is None:
-            self.keep_hidden(metadata.slot_mapping, self.taps.rows)
+        call = self.call_and_keep if pool is None else self.call_model
+        return call(inputs.input_ids, inputs.position_ids[None], inputs.logit_rows, paged, inputs.incoming)
+
+    def call_and_keep(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        paged: Any,
+        incoming: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`call_model` on our own pool; hidden states are kept where the runner keeps some."""
+        output = self.call_model(input_ids, positions, logit_rows, paged, incoming)
+        if self.taps is not None:
+            self.keep_hidden(paged.metadata.slot_mapping, self.taps.rows)
         return output
 
     def call_model(

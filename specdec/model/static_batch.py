@@ -1,22 +1,25 @@
 """A flat batch in memory of constant place and size: a forward recorded on it runs on changing batches.
 
-T rows, S = T sequences at most, B blocks of the longest sequence, W units of attention work.
+T rows, S = T sequences at most, B blocks of the longest sequence, W units of attention work, M columns of
+ancestor masks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specdec.attention.base import PagedBatch
+from specdec.attention.base import LayerAttention, LayerCaches, PagedBatch
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.triton import StaticWork, TritonPagedAttention
-from specdec.attention.triton_work import UNIT_SIZE
-from specdec.model.runner import ForwardInputs, ModelRunner
+from specdec.attention.triton_work import MAX_SPLIT_ROWS, UNIT_SIZE
+from specdec.model.runner import ForwardInputs
 
 _ALIGNMENT = 256
 """Bytes; kernels are compiled for aligned addresses."""
@@ -71,11 +74,74 @@ class PackedArrays:
             self._device[begin:end].copy_(self._host[begin:end], non_blocking=True)
 
 
+class StaticLayers(Protocol):
+    """What is known of layers that a forward runs."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def layers(self) -> Sequence[LayerAttention]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class StaticModel(Protocol):
+    """What a forward is recorded of: a `ModelRunner`, or what runs a drafter."""
+
+    @property
+    def loaded(self) -> StaticLayers: ...
+    @property
+    def caches(self) -> LayerCaches: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def incoming_width(self) -> int | None:
+        """Numbers that each row brings along beside its token (`ForwardInputs.incoming`); None: none."""
+        ...
+
+    def call_model(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        paged: Any,
+        incoming: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the forward, as `ModelRunner.call_model` does.
+
+        Without `incoming`, what needs some goes on behind the rows that logits were wanted of before.
+        """
+        ...
+
+    def call_and_keep(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        paged: Any,
+        incoming: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `call_model`; what is kept of each row beside K/V is kept."""
+        ...
+
+
 class StaticBatch:
-    """At most `num_rows` rows of chains, and what the model's forward needs to run on them."""
+    """At most `num_rows` rows, and what the model's forward needs to run on them."""
 
     def __init__(
-        self, runner: ModelRunner, backend: TritonPagedAttention, num_rows: int, num_logits: int
+        self,
+        runner: StaticModel,
+        backend: TritonPagedAttention,
+        num_rows: int,
+        num_logits: int,
+        *,
+        takes_trees: bool = False,
     ) -> None:
         """Take the memory.
 
@@ -84,6 +150,7 @@ class StaticBatch:
             backend: the attention of that runner.
             num_rows: T; rows and sequences.
             num_logits: rows of logits.
+            takes_trees: whether sequences may be trees; chains are then read with masks, too.
 
         Raises:
             TritonUnavailable: the model's layers differ in their heads.
@@ -94,10 +161,19 @@ class StaticBatch:
         self.num_rows = num_rows
         self._size = size = backend.static_size(loaded.layers, loaded.dtype, num_rows)
         table_width = -(-runner.max_model_len // runner.block_size)
+        self._takes_trees = takes_trees
+        self._incoming = None
+        if runner.incoming_width is not None:
+            shape = (num_rows, runner.incoming_width)
+            self._incoming = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+        of_trees: dict[str, Field] = {}
+        if takes_trees:
+            of_trees["masks"] = (np.bool_, (num_rows, min(num_rows, MAX_SPLIT_ROWS)))
         self._arrays = arrays = PackedArrays(
             {
                 "input_ids": (np.int64, (num_rows,)),
                 "positions": (np.int64, (num_rows,)),
+                "depths": (np.int64, (num_rows,)),
                 "slots": (np.int64, (num_rows,)),
                 "logit_rows": (np.int64, (num_logits,)),
                 "query_start": (np.int32, (num_rows + 1,)),
@@ -106,6 +182,7 @@ class StaticBatch:
                 "count": (np.int32, (1,)),
                 "units": (np.int32, (size.num_units, UNIT_SIZE)),
                 "places": (np.int32, (num_rows, 2)),
+                **of_trees,
                 "block_tables": (np.int32, (num_rows, table_width)),
             },
             loaded.device,
@@ -118,7 +195,8 @@ class StaticBatch:
             context_lens=device["context_lens"],
             block_tables=self.block_tables,
             slot_mapping=device["slots"],
-            positions=device["positions"],
+            positions=device["depths"],
+            ancestor_mask=device.get("masks"),
         )
         work = StaticWork(
             metadata=metadata,
@@ -131,10 +209,10 @@ class StaticBatch:
         self._paged = paged_batch(runner, backend, work)
 
     def holds(self, inputs: ForwardInputs) -> bool:
-        """Whether the batch fits: rows, logits, work of the attention; and is of chains only, unobserved."""
+        """Whether the batch fits: rows, logits, work of the attention; trees only where it takes them."""
         metadata = inputs.metadata
         return (
-            metadata.ancestor_mask is None
+            (self._takes_trees or metadata.ancestor_mask is None)
             and metadata.observation is None
             and metadata.num_rows <= self.num_rows
             and inputs.logit_rows.shape[0] <= self._arrays.host["logit_rows"].shape[0]
@@ -151,7 +229,8 @@ class StaticBatch:
         self._arrays.wait()
         for name, tensor in (
             ("input_ids", inputs.input_ids[0]),
-            ("positions", inputs.position_ids),  # the attention of chains does not look at them
+            ("positions", inputs.position_ids),
+            ("depths", metadata.positions),  # only the attention of trees looks at them
             ("slots", metadata.slot_mapping),
             ("logit_rows", inputs.logit_rows),
             ("context_lens", metadata.context_lens),
@@ -169,7 +248,26 @@ class StaticBatch:
         host["places"][:sequences] = places
         width = metadata.block_tables.shape[1]
         host["block_tables"][:sequences, :width] = metadata.block_tables.numpy()
-        self._arrays.send(units=len(units), block_tables=sequences)
+        counts = {"units": len(units), "block_tables": sequences}
+        if self._takes_trees:
+            self._fill_masks(metadata)
+            counts = {"units": len(units), "masks": rows, "block_tables": sequences}
+        self._arrays.send(**counts)
+        if self._incoming is not None:
+            assert inputs.incoming is not None
+            self._incoming[:rows].copy_(inputs.incoming[0])
+
+    def _fill_masks(self, metadata: AttentionMetadata) -> None:
+        """Put the batch's ancestor masks where the forward reads them, or those of chains."""
+        rows, masks = metadata.num_rows, self._arrays.host["masks"]
+        if metadata.ancestor_mask is not None:
+            width = metadata.max_query_len
+            masks[:rows, :width] = metadata.ancestor_mask.numpy()
+            masks[:rows, width:] = False
+            return
+        lens = metadata.query_lens_host
+        row_in_sequence = np.arange(rows) - np.repeat(metadata.query_start.numpy()[: len(lens)], lens)
+        np.less_equal(np.arange(masks.shape[1]), row_in_sequence[:, None], out=masks[:rows])
 
     def forward(self) -> torch.Tensor:
         """Run the model; logits [num_logits, vocab], of which those of the filled rows mean something.
@@ -177,22 +275,24 @@ class StaticBatch:
         Hidden states are kept where the runner keeps some: those of the rows beyond, in the scratch block.
         """
         device = self._arrays.device
-        logits = self._runner.call_model(
-            device["input_ids"][None], device["positions"][None], device["logit_rows"], self._paged
+        return self._runner.call_and_keep(
+            device["input_ids"][None],
+            device["positions"][None],
+            device["logit_rows"],
+            self._paged,
+            None if self._incoming is None else self._incoming[None],
         )
-        if self._runner.taps is not None:
-            self._runner.keep_hidden(device["slots"], self._runner.taps.rows)
-        return logits
 
 
 def static_metadata(
-    runner: ModelRunner,
+    runner: StaticModel,
     *,
     query_start: torch.Tensor,
     context_lens: torch.Tensor,
     block_tables: torch.Tensor,
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
+    ancestor_mask: torch.Tensor | None = None,
 ) -> AttentionMetadata:
     """Return metadata of which nothing is known on the host."""
     return AttentionMetadata(
@@ -201,7 +301,7 @@ def static_metadata(
         block_tables=block_tables,
         slot_mapping=slot_mapping,
         positions=positions,
-        ancestor_mask=None,
+        ancestor_mask=ancestor_mask,
         query_lens_host=(),
         context_lens_host=(),
         block_size=runner.block_size,
@@ -210,7 +310,7 @@ def static_metadata(
     )
 
 
-def paged_batch(runner: ModelRunner, backend: TritonPagedAttention, work: StaticWork) -> PagedBatch:
+def paged_batch(runner: StaticModel, backend: TritonPagedAttention, work: StaticWork) -> PagedBatch:
     """Return what the runner's attention layers are handed for a batch whose work is in `work`."""
     loaded = runner.loaded
     return PagedBatch(

@@ -280,7 +280,7 @@ class CompiledFeatures(CompiledDrafter):
         self._fuse: NativeForward | None = None
         self._caches: ctypes.Array[NativeLayer] | None = None
         width = _states_size(drafter)
-        probe = torch.zeros(1, width, dtype=next(drafter.parameters()).dtype)
+        probe = next(drafter.parameters()).new_zeros(1, width)
         with torch.inference_mode():
             fused = drafter.fuse(probe)
         self._fuses, self._feature_size = fused is not probe, fused.shape[-1]

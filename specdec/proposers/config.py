@@ -221,6 +221,17 @@ class SpeculativeConfig(StrictConfig):
         return next((one for one in self.choices if one.has_heads or one.is_self_drafting), self.choices[0])
 
     @property
+    def drafts_trees(self) -> bool:
+        """Whether rows of a sequence may be anything but a chain: trees, and the window of lookahead."""
+        return any(one._has_tree for one in self.every_drafter)
+
+    @property
+    def _has_tree(self) -> bool:
+        lookups = {"suffix": self.suffix.shape, "retrieval": self.retrieval and self.retrieval.shape}
+        is_tree = tree_shape(self.tree) is not None or lookups.get(self.method) == "tree"
+        return is_tree or self.method == "lookahead"
+
+    @property
     def budgeted_choice(self) -> int | None:
         """Which of `choices` attends to a part of the K/V, by a budget; there is one at most. None: none."""
         return next((place for place, one in enumerate(self.choices) if one.kv.policy != "full"), None)

@@ -18,17 +18,24 @@ from specdec.attention.triton_work import UNIT_SIZE
 from specdec.core.proposal import NoiseStream
 from specdec.model.batch import NO_TOKEN
 from specdec.model.config import CompileConfig
-from specdec.model.cuda_graphs import GraphRecording, recordable
+from specdec.model.cuda_graphs import GraphRecording, RecordedModel, recordable
 from specdec.model.graph_recorder import CudaRecorder, Recorder
-from specdec.model.loader import LoadedModel
 from specdec.model.row_buckets import sequence_buckets, smallest_holding
-from specdec.model.runner import ForwardInputs, ModelRunner
-from specdec.model.static_batch import PackedArrays, StaticBatch, paged_batch, static_metadata
+from specdec.model.runner import ForwardInputs
+from specdec.model.static_batch import (
+    PackedArrays,
+    StaticBatch,
+    StaticLayers,
+    StaticModel,
+    paged_batch,
+    static_metadata,
+)
 from specdec.proposers.draft_loop import ChainStart
 from specdec.sampling.rows import KEEP_ALL_TOP_K, RowSpec, SamplingRows
 from specdec.sampling.sampler import sample_eager
 
-_MAX_TOP_K = 128
+Place = Callable[[ChainStart], ChainStart | None]
+MAX_TOP_K = 128
 """Larger ones are drafted step by step."""
 MAX_CATCH_UP = 2
 """Rows per sequence in the first forward: what a fully accepted draft leaves a draft model to read."""
@@ -38,7 +45,7 @@ _BYTES_PER_SCORE = 40
 """While tokens are chosen with cuts: logits, scores, noise, sorted values, their places, masses in fp64."""
 
 
-def loop_bytes(loaded: LoadedModel, config: CompileConfig, max_num_seqs: int) -> int:
+def loop_bytes(loaded: StaticLayers, config: CompileConfig, max_num_seqs: int) -> int:
     """Return about how much memory recorded loops are going to take beside the model and its graphs."""
     if config.mode == "off" or loaded.device.type != "cuda":
         return 0
@@ -46,8 +53,11 @@ def loop_bytes(loaded: LoadedModel, config: CompileConfig, max_num_seqs: int) ->
     return num_seqs * loaded.vocab_size * _BYTES_PER_SCORE + MAX_PARTIAL_BYTES
 
 
-class _Size(NamedTuple):
+class GraphSize(NamedTuple):
+    """What a recorded chain is for."""
+
     num_seqs: int
+    """Most sequences."""
     cuts: bool
     """With top-k, top-p and min-p, which sort the vocabulary."""
 
@@ -60,7 +70,7 @@ class GraphedDraftLoop(GraphRecording):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: RecordedModel,
         config: CompileConfig,
         *,
         vocab_size: int,
@@ -68,6 +78,7 @@ class GraphedDraftLoop(GraphRecording):
         max_num_seqs: int,
         max_read: int = MAX_CATCH_UP,
         stream: NoiseStream = "target",
+        place: Place = lambda start: start,
         recorder: Recorder | None = None,
     ) -> None:
         """Prepare; nothing is recorded yet.
@@ -80,22 +91,26 @@ class GraphedDraftLoop(GraphRecording):
             max_num_seqs: most sequences that draft at once.
             max_read: most tokens per sequence to read before the first draft token.
             stream: noise that the tokens are chosen with.
+            place: where a start lies for `runner`, whose cache may not have every token; None: it cannot be
+                drafted here.
             recorder: None takes CUDA's own.
         """
         self._vocab_size = min(vocab_size, runner.vocab_size)
         self._num_draft_tokens = num_draft_tokens
         self._stream: NoiseStream = stream
         self._recorder = recorder
+        self._place = place
+        self._model = runner
         self._max_read = max_read
-        self._chains: dict[_Size, _ChainGraph] = {}
+        self._chains: dict[GraphSize, _ChainGraph] = {}
         self._ready_sizes: tuple[int, ...] = ()
-        self._planned: list[_Size] = []
+        self._planned: list[GraphSize] = []
         if (backend := recordable(runner, config)) is not None and config.cuda_graph_max_rows:
             self._backend = backend
             most = min(max_num_seqs, config.cuda_graph_max_rows // max_read)
             sizes = sequence_buckets(most) if most else ()
-            self._planned = [_Size(size, cuts) for size in reversed(sizes) for cuts in (False, True)]
-        super().__init__(runner, len(self._planned))
+            self._planned = [GraphSize(size, cuts) for size in reversed(sizes) for cuts in (False, True)]
+        super().__init__(runner.loaded.path.name, len(self._planned))
 
     def try_draft(self, starts: Sequence[ChainStart]) -> list[list[int]] | None:
         """See `FusedDraftLoop`; None until graphs that hold the batch are recorded.
@@ -121,28 +136,31 @@ class GraphedDraftLoop(GraphRecording):
             return None
         if any(start.changes_logits or not _has_one_offset(start) for start in starts):
             return None
+        # Tokens are chosen by where they stand in the text, wherever their K/V lie.
         rows = SamplingRows.build([RowSpec(start.params, start.seed, start.end, 1) for start in drafting])
-        if rows.largest_top_k > _MAX_TOP_K:
+        if rows.largest_top_k > MAX_TOP_K:
             return None
         cuts = bool(rows.largest_top_k or rows.has_top_p or rows.has_min_p)
         # Sequences that only read take room as well, though no token is drafted for them.
         num_seqs = smallest_holding(self._ready_sizes, len(starts))
-        chain = None if num_seqs is None else self._chains.get(_Size(num_seqs, cuts))
-        if chain is None:
+        chain = None if num_seqs is None else self._chains.get(GraphSize(num_seqs, cuts))
+        placed = [one for one in map(self._place, starts) if one is not None]
+        if chain is None or len(placed) < len(starts):
             return None
-        inputs = self._runner.pack([start.first_slice() for start in starts])
+        inputs = self._model.pack([start.first_slice() for start in placed])
+        drafting = [start for start in placed if start.budget > 0]
         if not (chain.first.holds(inputs) and chain.holds(drafting)):
             return None
         drafted = iter(chain.draft(inputs, drafting, rows))
-        return [_cut(next(drafted), start.budget) if start.budget > 0 else [] for start in starts]
+        return [until_end(next(drafted)[: start.budget]) if start.budget > 0 else [] for start in starts]
 
     def _record_all(self) -> Iterator[None]:
-        device = self._runner.loaded.device
+        device = self._model.loaded.device
         recorder = CudaRecorder(device) if self._recorder is None else self._recorder
         for size in self._planned:
             with torch.inference_mode():
                 chain = _ChainGraph(
-                    self._runner, self._backend, size, self._num_draft_tokens, self._max_read, self._stream
+                    self._model, self._backend, size, self._num_draft_tokens, self._max_read, self._stream
                 )
                 chain.record(self._vocab_size, recorder)
             self._chains[size] = chain
@@ -154,10 +172,29 @@ class GraphedDraftLoop(GraphRecording):
         self._ready_sizes = ()
 
 
-def _cut(token_ids: list[int], budget: int) -> list[int]:
-    """Return a chain up to its budget or to logits that were not finite."""
-    chain = token_ids[:budget]
+def until_end(chain: list[int]) -> list[int]:
+    """Return a chain up to logits that were not finite."""
     return chain[: chain.index(NO_TOKEN)] if NO_TOKEN in chain else chain
+
+
+def leave_to_nobody(arrays: PackedArrays, first: int) -> None:
+    """Let the sequences from `first` on choose greedily, which is quick."""
+    arrays.host["integers"][:, first:] = np.array([[0], [0], [KEEP_ALL_TOP_K]])
+    arrays.host["reals"][:, first:] = np.array([[0.0], [1.0], [-np.inf]])
+
+
+def adjustable_rows(arrays: PackedArrays, step: torch.Tensor | int, *, cuts: bool) -> SamplingRows:
+    """Return how tokens are chosen, as the arrays say when it is run, so many `step`s further on."""
+    seeds, positions, top_k = arrays.device["integers"]
+    return SamplingRows(
+        integers=torch.stack((seeds, positions + step, top_k)),
+        reals=arrays.device["reals"],
+        has_greedy=True,
+        has_sampled=True,
+        largest_top_k=MAX_TOP_K if cuts else 0,
+        has_top_p=cuts,
+        has_min_p=cuts,
+    )
 
 
 def _contexts(starts: Sequence[ChainStart]) -> list[int]:
@@ -181,9 +218,9 @@ class _ChainGraph:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: StaticModel,
         backend: TritonPagedAttention,
-        size: _Size,
+        size: GraphSize,
         num_tokens: int,
         max_read: int,
         stream: NoiseStream,
@@ -271,8 +308,7 @@ class _ChainGraph:
         host = self._arrays.host
         for name in ("ends", "offsets", "limits"):
             host[name][first:] = 0
-        host["integers"][:, first:] = np.array([[0], [0], [KEEP_ALL_TOP_K]])
-        host["reals"][:, first:] = np.array([[0.0], [1.0], [-np.inf]])
+        leave_to_nobody(self._arrays, first)
 
     def _run_first(self, vocab_size: int) -> None:
         self._step.zero_()
@@ -282,17 +318,7 @@ class _ChainGraph:
         self._choose(self._forward()[:, :vocab_size].float())
 
     def _choose(self, logits_SV: torch.Tensor) -> None:
-        device = self._arrays.device
-        seeds, positions, top_k = device["integers"]
-        rows = SamplingRows(
-            integers=torch.stack((seeds, positions + self._step, top_k)),
-            reals=device["reals"],
-            has_greedy=True,
-            has_sampled=True,
-            largest_top_k=_MAX_TOP_K if self._cuts else 0,
-            has_top_p=self._cuts,
-            has_min_p=self._cuts,
-        )
+        rows = adjustable_rows(self._arrays, self._step, cuts=self._cuts)
         sampled = sample_eager(logits_SV, rows, self._stream)
         self._last.copy_(torch.where(sampled.finite, sampled.token_ids, NO_TOKEN))
         # More steps than there are tokens are run while recording.

@@ -115,12 +115,12 @@ def make_draft_model_proposer(
         backend=backend,
     )
     reach.warn_of_pool(runner.num_blocks)
-    graphs = accelerate(runner, config.compile)
+    shape = tree_shape(config.tree)
+    graphs = accelerate(runner, config.compile, takes_trees=shape is not None)
     kind = Sampler if config.synthetic_acceptance is None else MadeUpChooser
     sampler = kind(config.compile.cache_dir)
     sampler.warm_up()
     sampling = draft_sampling(config)
-    shape = tree_shape(config.tree)
     if shape is not None:
         return TreeDraftProposer(
             runner,

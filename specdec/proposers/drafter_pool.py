@@ -52,7 +52,7 @@ class DrafterPool:
         self._shapes = shapes
         self.kv = self._make_kv(self.num_blocks)
         self._layers = tuple(layers)
-        self._backend = backend
+        self.backend = backend
 
     def spare_kv(self, num_blocks: int) -> KvPool:
         """Return K/V of their own, `num_blocks` beside the scratch block, for who tries something out."""
@@ -77,11 +77,11 @@ class DrafterPool:
     def over(self, metadata: AttentionMetadata, kv: KvPool | None = None) -> PagedBatch:
         """As `batch`, of rows that are laid out already."""
         return PagedBatch(
-            backend=self._backend,
+            backend=self.backend,
             layers=self._layers,
             caches=self.kv if kv is None else kv,
             metadata=metadata,
-            plan=self._backend.begin(metadata),
+            plan=self.backend.begin(metadata),
         )
 
     def _make_kv(self, num_blocks: int) -> KvPool:

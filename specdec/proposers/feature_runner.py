@@ -11,19 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import torch
 
 from specdec.attention.base import AttentionBackend
 from specdec.attention.metadata import slots_of
 from specdec.core.plan import SlotMove
+from specdec.core.proposal import NoiseStream
 from specdec.drafters.base import FeatureDrafter
 from specdec.kv.config import CacheConfig
 from specdec.kv.hidden_pool import HiddenPool
-from specdec.model.batch import Generated, NativeChooser, PositionShift, SequenceSlice, logit_rows
+from specdec.model.batch import Generated, NativeChooser, PositionShift, SequenceSlice
+from specdec.model.config import CompileConfig
+from specdec.model.cuda_graphs import CudaForward, recording_bytes
+from specdec.model.graph_recorder import Recorder
+from specdec.model.runner import ForwardInputs
 from specdec.proposers.compiled_drafters import CompiledFeatures, DrafterCompilation, FeatureBatch
+from specdec.proposers.draft_graph import GraphedDraftLoop, loop_bytes
+from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.drafter_pool import DrafterPool
+from specdec.proposers.feature_model import FeatureModel
 from specdec.tree.topology import ROOT
 
 _BACK_BY_ONE = PositionShift(offset=-1, end=1 << 62)
@@ -33,7 +40,7 @@ class FeatureRunner:
     """Implements `model.batch.GeneratingRunner` on a `FeatureDrafter`. Not thread-safe."""
 
     can_be_native = True
-    """Whether `compile` may be called."""
+    """Whether `compile`, `record` and `record_loop` may be called."""
 
     def __init__(
         self,
@@ -79,6 +86,52 @@ class FeatureRunner:
             device=pool.device,
         )
         self._compiled: CompiledFeatures | None = None
+        self._graphs: CudaForward | None = None
+        self._model = FeatureModel(
+            type(drafter).__name__, drafter, pool, self._features, num_carried=max_num_seqs
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the drafter is."""
+        return self._pool.device
+
+    def record(
+        self, config: CompileConfig, *, takes_trees: bool, recorder: Recorder | None = None
+    ) -> CudaForward:
+        """Return the work of recording steps on a GPU: they run eagerly until that is done.
+
+        `takes_trees`: whether rows of a sequence may be a tree; `recorder`: None takes CUDA's own.
+        """
+        self._graphs = CudaForward(self._model, config, recorder, takes_trees=takes_trees)
+        return self._graphs
+
+    def record_loop(
+        self,
+        config: CompileConfig,
+        *,
+        vocab_size: int,
+        num_draft_tokens: int,
+        max_num_seqs: int,
+        stream: NoiseStream,
+        recorder: Recorder | None = None,
+    ) -> GraphedDraftLoop:
+        """Return the work of recording whole chains on a GPU; the arguments are those of the loop."""
+        return GraphedDraftLoop(
+            self._model,
+            config,
+            vocab_size=vocab_size,
+            num_draft_tokens=num_draft_tokens,
+            max_num_seqs=max_num_seqs,
+            stream=stream,
+            place=self._placed_start,
+            recorder=recorder,
+        )
+
+    def recording_bytes(self, config: CompileConfig, max_num_seqs: int) -> int:
+        """Return about how much memory recorded steps and chains are going to take."""
+        loaded = self._model.loaded
+        return recording_bytes(loaded, config) + loop_bytes(loaded, config, max_num_seqs)
 
     def compile(self, how: DrafterCompilation) -> CompiledFeatures:
         """Return the work of making the drafter native; it runs eagerly until that is done."""
@@ -96,28 +149,23 @@ class FeatureRunner:
         pieces = [piece for piece in map(placed, slices) if piece.token_ids]
         if not pieces:
             return torch.empty(0, self.vocab_size, device=self._pool.device)
-        features = self._inputs(pieces)
-        metadata = self._pool.metadata(pieces)
-        positions = self._pool.positions(pieces, metadata)
-        token_ids = torch.tensor(
-            list(chain.from_iterable(piece.token_ids for piece in pieces)), device=self._pool.device
-        )
-        rows = logit_rows(pieces)
+        inputs = self._model.packed(pieces, self._inputs(pieces))
+        logits = None
         if self._compiled is not None:
-            wanted = torch.tensor(rows, dtype=torch.int64)
-            batch = FeatureBatch(token_ids, positions, wanted, metadata, features)
-            native = self._compiled.try_run(batch)
-            if native is not None:
-                self._features.write(metadata.slot_mapping, self._compiled.features(len(token_ids)))
-                return native
-        paged = self._pool.over(metadata)
-        step = self._drafter.step(
-            self._drafter.embed(token_ids[None]), features[None], positions[None], paged
-        )
-        self._features.write(metadata.slot_mapping, step.features[0])
-        logits = self._drafter.logits(step.outputs[0, rows])
-        vocabulary = self._drafter.vocabulary
-        return (logits if vocabulary is None else vocabulary.expand(logits)).float()
+            logits = self._try_native(self._compiled, inputs)
+        elif self._graphs is not None:
+            logits = self._graphs.try_run(inputs)
+        return self._model.forward_eager(inputs).float() if logits is None else logits
+
+    def _try_native(self, compiled: CompiledFeatures, inputs: ForwardInputs) -> torch.Tensor | None:
+        metadata, features = inputs.metadata, inputs.incoming
+        assert features is not None
+        token_ids, wanted = inputs.input_ids[0], inputs.logit_rows
+        batch = FeatureBatch(token_ids, inputs.position_ids, wanted, metadata, features[0])
+        logits = compiled.try_run(batch)
+        if logits is not None:
+            self._features.write(metadata.slot_mapping, compiled.features(len(token_ids)))
+        return logits
 
     @torch.inference_mode()
     def try_generate(
@@ -159,6 +207,13 @@ class FeatureRunner:
             return self._fuse(torch.cat(states).to(self._pool.device, self._pool.dtype))
         assert not states, "committed tokens are read first"
         return self._features.read_slots([slot for piece in pieces for slot in self._parent_slots(piece)])
+
+    def _placed_start(self, start: ChainStart) -> ChainStart | None:
+        """Return a start in places of the drafter's cache, with features; None: it has tokens without any."""
+        if start.start == 0 or start.states is None or start.shift is not None:
+            return None
+        states = start.states.to(self._pool.device, self._pool.dtype)
+        return start._replace(start=start.start - 1, states=self._fuse(states))
 
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:
         return self._drafter.fuse(states) if self._compiled is None else self._compiled.fuse(states)

@@ -24,6 +24,7 @@ from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.draft_loop import shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.head_graph import GraphedHeads, HeadStart
 from specdec.proposers.head_rows import HeadRows
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
@@ -128,14 +129,15 @@ class HeadProposer:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         compiled: CompiledHeads | None = None,
+        graphed: GraphedHeads | None = None,
     ) -> None:
         """Draft with `heads` from `rows`; token ids from `vocab_size` on are never chosen.
 
-        `compiled` is the native form of the heads, ready or not.
+        `compiled` is the native form of the heads, `graphed` their form on a GPU, ready or not.
         """
         self._heads = heads
-        self._compiled = compiled
-        self.idle_work: Sequence[IdleWork] = () if compiled is None else (compiled,)
+        self._compiled, self._graphed = compiled, graphed
+        self.idle_work: Sequence[IdleWork] = [one for one in (compiled, graphed) if one is not None]
         self._rows = rows
         self._sampler = sampler
         self._sampling = sampling
@@ -202,9 +204,12 @@ class HeadProposer:
 
     def _draft(self, drafts: Sequence[HeadDraft]) -> None:
         """Add tokens to the chains, depth by depth, until their budgets or values that are not finite."""
+        rows_SR = torch.cat([draft.row for draft in drafts])
+        if self._try_graphs(drafts, rows_SR):
+            return
         logits = HeadLogits(
             self._heads,
-            torch.cat([draft.row for draft in drafts]),
+            rows_SR,
             [draft.view.token_ids[-1] for draft in drafts],
             self._compiled,
         )
@@ -229,11 +234,28 @@ class HeadProposer:
                 number for number in active if depth == len(drafts[number].token_ids) < drafts[number].budget
             ]
 
+    def _try_graphs(self, drafts: Sequence[HeadDraft], rows_SR: torch.Tensor) -> bool:
+        """Draft whole chains at once, if that can be done for these."""
+        if self._graphed is None or self._is_shaped(drafts):
+            return False
+        starts = [
+            HeadStart(draft.view.token_ids[-1], draft.sampling, draft.view.committed_len, draft.budget)
+            for draft in drafts
+        ]
+        chains = self._graphed.try_draft(rows_SR, starts)
+        for draft, chain in zip(drafts, chains or (), strict=chains is not None):
+            draft.token_ids = chain
+        return chains is not None
+
+    def _is_shaped(self, chains: Sequence[HeadDraft]) -> bool:
+        """Whether something happens between what heads say and what is chosen."""
+        return self._sampling.gives_q_rows or any(
+            chain.shaper is not None or chain.view.constraint is not None for chain in chains
+        )
+
     def _native_chooser(self, chains: Sequence[HeadDraft]) -> NativeChooser | None:
         """Return what chooses where the logits come out; None: something has to happen in between."""
-        if self._compiled is None or not self._compiled.is_ready or self._sampling.gives_q_rows:
-            return None
-        if any(chain.shaper is not None or chain.view.constraint is not None for chain in chains):
+        if self._compiled is None or not self._compiled.is_ready or self._is_shaped(chains):
             return None
         return self._sampler.chooser(
             [chain.sampling for chain in chains], self._vocab_size, self._sampling.noise_stream

@@ -41,6 +41,7 @@ from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import draft_window, small_pool_warning
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.feature_runner import FeatureRunner
+from specdec.proposers.head_graph import GraphedHeads, head_loop_bytes
 from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
 from specdec.proposers.head_target import HeadTarget
 from specdec.proposers.head_trees import TreeHeadProposer
@@ -99,6 +100,7 @@ class LoadedHeads:
     pool: DrafterPool | None
     """Of K/V of their layers, where they have any."""
     target: HeadTarget
+    max_num_seqs: int
     max_read_tokens: int
 
     @property
@@ -112,11 +114,24 @@ class LoadedHeads:
     @property
     def later_bytes(self) -> int:
         pool_bytes = 0 if self.pool is None else _later_bytes(self.pool.kv.num_bytes, self.target)
-        return pool_bytes + packed_bytes(self.heads, self.config.compile)
+        recorded_bytes = head_loop_bytes(self.heads, self.config.compile, self.max_num_seqs)
+        return pool_bytes + packed_bytes(self.heads, self.config.compile) + recorded_bytes
 
     def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> HeadProposer:
         config, shape = self.config, tree_shape(self.config.tree)
-        compiled = CompiledHeads(self.heads, _compilation(config, self.target, of_target), self.pool)
+        sampling, compiled, graphed = _sampling(config), None, None
+        if self.target.device.type != "cuda":
+            compiled = CompiledHeads(self.heads, _compilation(config, self.target, of_target), self.pool)
+        elif shape is None:
+            graphed = GraphedHeads(
+                self.heads,
+                config.compile,
+                name=config.method,
+                vocab_size=self.target.vocab_size,
+                num_draft_tokens=config.num_speculative_tokens,
+                max_num_seqs=self.max_num_seqs,
+                stream=sampling.noise_stream,
+            )
         rows: HeadRows = StateRows(self.heads, source)
         if self.pool is not None:
             rows = PrefixRows(
@@ -128,7 +143,7 @@ class LoadedHeads:
                 window=draft_window(config),
                 compiled=compiled,
             )
-        make: Callable[..., HeadProposer] = HeadProposer
+        make: Callable[..., HeadProposer] = partial(HeadProposer, graphed=graphed)
         if shape is not None:
             make = partial(TreeHeadProposer, shape=shape)
         return make(
@@ -136,7 +151,7 @@ class LoadedHeads:
             rows,
             _sampler(config),
             name=config.method,
-            sampling=_sampling(config),
+            sampling=sampling,
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.target.eos_token_ids,
             compiled=compiled,
@@ -151,6 +166,7 @@ class LoadedFeatureDrafter:
     drafter: FeatureDrafter
     runner: FeatureRunner
     target: HeadTarget
+    max_num_seqs: int
     max_read_tokens: int
 
     @property
@@ -166,17 +182,32 @@ class LoadedFeatureDrafter:
         pool_bytes = _later_bytes(self.runner.num_bytes, self.target)
         if not self.runner.can_be_native:
             return pool_bytes
+        if self.runner.device.type == "cuda":
+            return pool_bytes + self.runner.recording_bytes(self.config.compile, self.max_num_seqs)
         return pool_bytes + packed_bytes(self.drafter, self.config.compile)
 
     def proposer(self, source: HiddenSource, of_target: PackedOfTarget | None = None) -> DraftModelProposer:
         config, shape = self.config, tree_shape(self.config.tree)
         runner, sampler, sampling = self.runner, _sampler(config), _sampling(config)
         idle_work: tuple[IdleWork, ...] = ()
-        if runner.can_be_native:
+        on_gpu = runner.can_be_native and runner.device.type == "cuda"
+        if on_gpu:
+            idle_work = (runner.record(config.compile, takes_trees=shape is not None),)
+        elif runner.can_be_native:
             idle_work = (runner.compile(_compilation(config, self.target, of_target)),)
         make: Callable[..., DraftModelProposer]
         if shape is not None:
             make = partial(TreeDraftProposer, shape=shape, generating=runner)
+        elif on_gpu:
+            graphed = runner.record_loop(
+                config.compile,
+                vocab_size=self.target.vocab_size,
+                num_draft_tokens=config.num_speculative_tokens,
+                max_num_seqs=self.max_num_seqs,
+                stream=sampling.noise_stream,
+            )
+            idle_work = (graphed, *idle_work)
+            make = partial(DraftModelProposer, fused_loop=graphed)
         else:
             loop = NativeDraftLoop(runner, sampler, self.target.vocab_size, sampling.noise_stream)
             make = partial(DraftModelProposer, fused_loop=loop)
@@ -263,7 +294,7 @@ def _load(
     if isinstance(drafter, FeatureDrafter):
         runner = _feature_runner(drafter, config, cache, target, max_num_seqs)
         _warn_of_lengths(config, runner.num_blocks, target)
-        return LoadedFeatureDrafter(config, drafter, runner, target, max_num_batched_tokens)
+        return LoadedFeatureDrafter(config, drafter, runner, target, max_num_seqs, max_num_batched_tokens)
     assert isinstance(drafter, IndependentHeads | SequentialHeads)
     _warn_of_depth(drafter, config)
     pool: DrafterPool | None = None
@@ -288,7 +319,7 @@ def _load(
             f"speculative_config.max_model_len: {config.max_model_len} is about heads with K/V of their own; "
             f"the heads in {config.model} have none: leave it out"
         )
-    return LoadedHeads(config, drafter, pool, target, max_num_batched_tokens)
+    return LoadedHeads(config, drafter, pool, target, max_num_seqs, max_num_batched_tokens)
 
 
 def _feature_runner(

@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,28 @@ def fill(runner: ModelRunner, seed: int) -> None:
         pool[1:] = torch.randn(pool[1:].shape, generator=generator, device="cuda")
 
 
+def with_trees(rng: random.Random, slices: list[SequenceSlice]) -> list[SequenceSlice]:
+    """About half of the sequences as trees."""
+    return [
+        replace(piece, parents=tuple(rng.randrange(-1, row) for row in range(len(piece.token_ids))))
+        if piece.start > 0 and rng.random() < 0.5
+        else piece
+        for piece in slices
+    ]
+
+
+@pytest.mark.parametrize("takes_trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_replays_are_the_eager_forward(tmp_path: Path, architecture: str) -> None:
+def test_replays_are_the_eager_forward(tmp_path: Path, architecture: str, takes_trees: bool) -> None:
     loaded = load(tmp_path, architecture)
     eager, graphed = make_runner(loaded), make_runner(loaded)
-    graphed.graphs = forward = CudaForward(graphed, CompileConfig(cuda_graph_max_rows=24))
+    config = CompileConfig(cuda_graph_max_rows=24)
+    graphed.graphs = forward = CudaForward(graphed, config, takes_trees=takes_trees)
     assert forward.warm_up() == "ready"
     rng = random.Random(5)
     for number in range(40):
         slices = random_batch(rng, rng.choice((1, 2, 5, 12, 24)))
+        slices = with_trees(rng, slices) if takes_trees else slices
         fill(eager, number)
         fill(graphed, number)
         expected = eager.forward(slices)

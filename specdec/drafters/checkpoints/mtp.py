@@ -72,7 +72,10 @@ def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | No
             raise keys.wrong("num_nextn_predict_layers", f"the weights hold modules {of_mimo}")
         return _fit(Mtp(target, num_modules=num_modules), folder, _mimo_name, _MIMO_PREFIX, dtype, _of_mimo)
     found = sorted({int(match.group(1)) for name in folder.shapes if (match := _DEEPSEEK.match(name))})
+    # Behind layers that do nothing the modules are those of the target without them.
     first = int(target.config.num_hidden_layers)
+    if found[:1] == [target.num_layers]:
+        first = target.num_layers
     if not found:
         raise CheckpointError(
             f"{folder.path}: the weights hold no MTP modules (model.layers.{first}.eh_proj.weight or {_QWEN})"

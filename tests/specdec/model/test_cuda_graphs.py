@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,42 @@ def test_a_replay_is_the_eager_forward_of_whatever_batch(
         torch.testing.assert_close(recorded.forward(slices), expected, rtol=0, atol=3e-5)
         for ours, theirs in zip(recorded.pool.keys, plain.pool.keys, strict=True):
             torch.testing.assert_close(ours[1:], theirs[1:], rtol=0, atol=3e-5)
+
+
+def grown(slices: list[SequenceSlice], seed: int) -> list[SequenceSlice]:
+    """Every other sequence of more than one row as a tree."""
+    rng = random.Random(seed)
+    trees = []
+    for number, piece in enumerate(slices):
+        parents = tuple(rng.randrange(-1, row) for row in range(len(piece.token_ids)))
+        is_tree = number % 2 == 0 and piece.start > 0
+        trees.append(replace(piece, parents=parents) if is_tree else piece)
+    return trees
+
+
+@needs_interpreter
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
+def test_a_replay_is_the_eager_forward_of_trees_and_chains(
+    pair_of: PairOf, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In gemma2 the window of half of the layers reaches less far behind than the sequences are long."""
+    pair = pair_of(architecture)
+    plain, recorded = make_runner(pair, "sdpa"), make_runner(pair)
+    config, recorder = CompileConfig(cuda_graph_max_rows=8), ReplayingRecorder(monkeypatch)
+    forward = recorded.graphs = CudaForward(recorded, config, recorder, takes_trees=True)
+    assert forward.warm_up() == "ready"
+    shapes = [[(3, 5)], [(0, 4)], [(9, 3), (30, 4), (5, 1)], [(40, 6)], [(2, 1), (11, 3)], [(70, 2), (9, 4)]]
+    for number, shape in enumerate(shapes):
+        slices = batch(shape, seed=number)
+        trees = grown(slices, seed=number)
+        for runner in (plain, recorded):
+            for index, tensor in enumerate((*runner.pool.keys, *runner.pool.values)):
+                generator = torch.Generator().manual_seed(1000 * number + index)
+                tensor[1:] = torch.randn(tensor[1:].shape, generator=generator)
+        for pieces in (trees, slices, trees):  # masks of the step before must not be seen
+            expected = plain.forward(pieces)
+            assert forward.try_run(recorded.pack(pieces)) is not None
+            torch.testing.assert_close(recorded.forward(pieces), expected, rtol=0, atol=3e-5)
 
 
 @needs_interpreter
