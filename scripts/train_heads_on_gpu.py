@@ -123,7 +123,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RECIPES)}; repeatable.")] = None,
     minutes: Annotated[float, typer.Option(help="How long all of it may take.")] = 9.0,
     steps: Annotated[int | None, typer.Option(help="So many optimizer steps, without a trial.")] = None,
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = ROOT / "models/demo/target",
+    target: Annotated[Path, typer.Option(help="Folder of the target.")] = Path("models/demo/target"),
     out: Annotated[Path, typer.Option(help="Where finished heads go.")] = ROOT / "runs/gpu-heads",
     work: Annotated[Path, typer.Option(help="Texts, checkpoints, logs.")] = ROOT / "runs/gpu-heads-work",
 ) -> None:

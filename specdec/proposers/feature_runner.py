@@ -123,6 +123,8 @@ class FeatureRunner:
             vocab_size=vocab_size,
             num_draft_tokens=num_draft_tokens,
             max_num_seqs=max_num_seqs,
+            # What was drafted and stands is read once more, with the target's states.
+            max_read=num_draft_tokens + 1,
             stream=stream,
             place=self._placed_start,
             recorder=recorder,

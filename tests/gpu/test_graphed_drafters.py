@@ -47,7 +47,8 @@ def test_heads_of_a_depth_each(kind: str) -> None:
         starts = [
             HeadStart(3 + index, SequenceSampling(params, index), 9, 4) for index, params in enumerate(PARAMS)
         ]
-        chains = loop.try_draft(rows, starts[: 1 + number % 3])
+        count = 1 + number % 3
+        chains = loop.try_draft(rows[:count], starts[:count])
         assert chains is not None
         for row, start, chain in zip(rows, starts, chains, strict=False):
             assert chain == eager_chain(heads, row[None], start), number

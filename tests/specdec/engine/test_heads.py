@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deploy.preflight import check_models
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.base import TargetParts
@@ -254,6 +253,9 @@ def test_what_a_folder_does_not_hold_is_said(bench: Bench, folder_of: FolderOf) 
 def test_pickled_heads_are_read_where_that_is_asked_for_alone(
     bench: Bench, folder_of: FolderOf, tmp_path: Path
 ) -> None:
+    # Not above: what is here is used where engines are tested alone, too.
+    from deploy.preflight import check_models
+
     published = folder_of("medusa")
     (tmp_path / "config.json").write_bytes((published / "config.json").read_bytes())
     write_tensors(tmp_path / "medusa_lm_head.pt", load_file(published / "medusa_lm_head.safetensors"))
