@@ -95,3 +95,11 @@ class ChannelTimeout(TransportError):
 
 class ProtocolError(TransportError):
     """A message is malformed, of another protocol version, or not for this receiver."""
+
+
+class MessageTooLong(ProtocolError):
+    """A message is longer than the channel takes: what can be cut is to be sent in parts."""
+
+    def __init__(self, num_bytes: int, most_bytes: int) -> None:
+        super().__init__(f"a message of {num_bytes} bytes exceeds {most_bytes}")
+        self.most_bytes = most_bytes

@@ -9,8 +9,9 @@ from typing import Final
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import ChannelTimeout, TransportError
+from specdec.core.errors import ChannelTimeout, MessageTooLong, TransportError
 from specdec.core.plan import TargetResult, TargetStep
+from specdec.engine.step_parts import parts_of
 from specdec.transport.base import Channel, PeerAddress, PeerId, PeerLost, dropped_series
 from specdec.transport.messages import (
     Fatal,
@@ -80,7 +81,8 @@ class RemoteTarget:
         self._in_flight: deque[RunStep] = deque()
         self._done: dict[int, TargetResult] = {}
         self.counters: Counter[str] = Counter()
-        """stale_answers: to steps that nobody waits for any more."""
+        """stale_answers: to steps that nobody waits for any more. steps_in_parts: how often a step was too
+        long for one message."""
         self._lost_s: float | None = None
         channel.connect(worker)
         self._description = self._attach()
@@ -106,7 +108,7 @@ class RemoteTarget:
         message = RunStep(self._incarnation, self._next_sequence, step)
         self._next_sequence += 1
         self._in_flight.append(message)
-        self._channel.send(self._worker.peer_id, message)
+        self._send(message)
 
     def collect(self) -> TargetResult:
         """Wait for the answer to the oldest round in flight.
@@ -185,7 +187,7 @@ class RemoteTarget:
         except ChannelTimeout:
             if self._clock.now_s() < give_up_s:
                 for unanswered in self._in_flight:
-                    self._channel.send(self._worker.peer_id, unanswered)
+                    self._send(unanswered)
                 return
             if self._lost_s is not None:
                 raise TransportError(f"target worker {self._worker.peer_id} is gone") from None
@@ -199,6 +201,15 @@ class RemoteTarget:
                 self.counters["stale_answers"] += 1
         elif isinstance(message, StepDone):
             self.counters["stale_answers"] += 1
+
+    def _send(self, step: RunStep) -> None:
+        """Send a step, in parts where it is too long for a message."""
+        try:
+            self._channel.send(self._worker.peer_id, step)
+        except MessageTooLong as too_long:
+            for part in parts_of(step, too_long.most_bytes):
+                self._channel.send(self._worker.peer_id, part)
+            self.counters["steps_in_parts"] += 1
 
     def _note_welcome(self, message: object) -> None:
         """The link is there again if that is what the worker says to our `Hello`."""

@@ -7,10 +7,11 @@ from collections import Counter, OrderedDict
 
 import msgspec
 
-from specdec.core.errors import ChannelTimeout
+from specdec.core.errors import ChannelTimeout, ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.engine.hidden_sender import HiddenSender
+from specdec.engine.step_parts import StepAssembly
 from specdec.engine.target import Target
 from specdec.transport.base import Channel, PeerId
 from specdec.transport.messages import (
@@ -21,6 +22,7 @@ from specdec.transport.messages import (
     RunStep,
     SendHidden,
     StepDone,
+    StepPart,
     Welcome,
 )
 
@@ -46,13 +48,15 @@ class TargetServer:
         self._incarnation = -1
         self._next_sequence = 0
         self._early: dict[int, TargetStep] = {}
+        self._parts = StepAssembly()
         self._answers: OrderedDict[int, TargetResult] = OrderedDict()
         self._known: set[RequestId] = set()
         self._left_behind: tuple[RequestId, ...] = ()
         """Sequences of former owners, until the next step releases them."""
         self.counters: Counter[str] = Counter()
         """stale_steps (of somebody who is not the owner any more, or never was), repeated_steps,
-        stale_wishes (for hidden states), unexpected_messages (not for a target worker)."""
+        malformed_steps (parts that are of none), stale_wishes (for hidden states), unexpected_messages (not
+        for a target worker)."""
 
     def step(self, timeout_s: float | None) -> bool:
         """Handle the next message; return whether one came within `timeout_s`.
@@ -69,6 +73,8 @@ class TargetServer:
                 self._attach(envelope.sender, incarnation)
             case RunStep() as message:
                 self._accept(envelope.sender, message)
+            case StepPart() as part:
+                self._accept_part(envelope.sender, part)
             case SendHidden() as order if self._hidden is not None:
                 if envelope.sender == self._owner and order.incarnation == self._incarnation:
                     self._hidden.take(order)
@@ -91,6 +97,7 @@ class TargetServer:
             self._owner, self._incarnation = sender, incarnation
             self._next_sequence = 0
             self._early.clear()
+            self._parts.clear()
             self._answers.clear()
             # Those of the owner before are among them already, if this one has not run a step.
             self._left_behind += tuple(self._known)
@@ -112,6 +119,23 @@ class TargetServer:
             self._early[message.sequence] = message.step
         while (step := self._early.pop(self._next_sequence, None)) is not None:
             self._run(step)
+
+    def _accept_part(self, sender: PeerId, part: StepPart) -> None:
+        """Put a long step together; of one that is not to be run, its first part stands for it."""
+        is_ours = sender == self._owner and part.incarnation == self._incarnation
+        if not is_ours or part.sequence < self._next_sequence:
+            if part.index == 0:
+                nothing = TargetStep(step_id=-1, works=())
+                self._accept(sender, RunStep(part.incarnation, part.sequence, nothing))
+            return
+        try:
+            step = self._parts.add(part)
+        except ProtocolError as error:
+            self.counters["malformed_steps"] += 1
+            logger.warning("ignored what %s sent: %s", sender, error)
+            return
+        if step is not None:
+            self._accept(sender, step)
 
     def _run(self, step: TargetStep) -> None:
         if self._left_behind:

@@ -114,7 +114,7 @@ class Channel(Protocol):
 
         Raises:
             ChannelClosed: this end is closed.
-            ProtocolError: the message exceeds the size bound (a programmer's or a user's limit is missing).
+            MessageTooLong: the message exceeds the size bound (a programmer's or a user's limit is missing).
         """
         ...
 
@@ -149,6 +149,6 @@ class TensorChannel(Channel, Protocol):
 
         Raises:
             ChannelClosed: this end is closed.
-            ProtocolError: all together exceeds the size bound.
+            MessageTooLong: all together exceeds the size bound.
         """
         ...

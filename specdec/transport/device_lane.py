@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch.distributed import Store
 
-from specdec.core.errors import ProtocolError, TransportError
+from specdec.core.errors import MessageTooLong, ProtocolError, TransportError
 from specdec.transport.lane_choice import LaneEnd
 from specdec.transport.messages import Message
 from specdec.transport.parcels import ParcelHead, decode_head
@@ -141,7 +141,7 @@ class DeviceLane:
             raise ProtocolError(f"tensors of {head.num_bytes} bytes exceed {self._max_parcel_bytes}")
         encoded = head.encode()
         if _NUMBER.size + len(encoded) > self._max_announcement_bytes:
-            raise ProtocolError(f"a message of {len(encoded)} bytes exceeds {self._max_announcement_bytes}")
+            raise MessageTooLong(len(encoded), self._max_announcement_bytes)
         try:
             flat = torch.empty(head.num_bytes + _SEAL_BYTES, dtype=torch.uint8, device=self._pipe.device)
         except torch.OutOfMemoryError:

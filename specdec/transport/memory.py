@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from specdec.core.clock import Clock, ManualClock, MonotonicClock
-from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError
+from specdec.core.errors import ChannelClosed, ChannelTimeout, MessageTooLong, ProtocolError
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
@@ -231,7 +231,7 @@ class MemoryChannel:
     def _send(self, peer_id: PeerId, frame: bytes) -> None:
         self._require_open()
         if len(frame) > self._max_message_bytes:
-            raise ProtocolError(f"a message of {len(frame)} bytes exceeds {self._max_message_bytes}")
+            raise MessageTooLong(len(frame), self._max_message_bytes)
         if peer_id not in self._links and peer_id not in self._callers:
             self._counters.dropped["unknown_peer"] += 1
             return

@@ -76,6 +76,18 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=10):
     step: TargetStep
 
 
+class StepPart(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """A part of the frame of a `RunStep` that is too long for one message."""
+
+    incarnation: int
+    sequence: int
+    """Of the step."""
+    index: int
+    count: int
+    """How many parts there are."""
+    content: bytes
+
+
 class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """Answer to `RunStep`."""
 
@@ -406,6 +418,7 @@ Message = (
     | Fenced
     | Fatal
     | RunStep
+    | StepPart
     | StepDone
     | ProposeRequest
     | ProposeReply

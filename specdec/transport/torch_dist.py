@@ -23,7 +23,7 @@ from typing import Final
 
 import torch
 
-from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError, TransportError
+from specdec.core.errors import ChannelClosed, ChannelTimeout, MessageTooLong, ProtocolError, TransportError
 from specdec.transport.base import ChannelCounters, Envelope, PeerAddress, PeerId, PeerLost
 from specdec.transport.device_lane import DeviceLane, DeviceLanes
 from specdec.transport.gloo_door import (
@@ -203,7 +203,7 @@ class TorchDistChannel:
     def _send(self, peer_id: PeerId, kind: FrameKind, content: memoryview) -> None:
         limit = self._options.limit_bytes(kind)
         if len(content) > limit:
-            raise ProtocolError(f"a message of {len(content)} bytes exceeds {limit}")
+            raise MessageTooLong(len(content), limit)
         self._require_open()
         link = self._links.get(peer_id) or self._callers.get(peer_id)
         if link is None:

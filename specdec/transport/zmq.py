@@ -24,7 +24,7 @@ from typing import Final
 
 import zmq
 
-from specdec.core.errors import ChannelClosed, ChannelTimeout, ProtocolError, ResourceError
+from specdec.core.errors import ChannelClosed, ChannelTimeout, MessageTooLong, ProtocolError, ResourceError
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
@@ -200,7 +200,7 @@ class ZmqChannel:
         self._require_open()
         frame = encode(message)
         if len(frame) > self._options.max_message_bytes:
-            raise ProtocolError(f"a message of {len(frame)} bytes exceeds {self._options.max_message_bytes}")
+            raise MessageTooLong(len(frame), self._options.max_message_bytes)
         link = self._links.get(peer_id) or self._callers.get(peer_id)
         if link is None:
             self._counters.dropped["unknown_peer"] += 1

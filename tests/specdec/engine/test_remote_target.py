@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from specdec.core.clock import ManualClock
@@ -12,7 +13,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget
-from specdec.transport.base import PeerId, PeerLost
+from specdec.transport.base import MAX_MESSAGE_BYTES, PeerId, PeerLost
 from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.messages import Ping, RunStep
 
@@ -24,15 +25,18 @@ TIMES = RemoteTargetTimes(
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork(clock=self.clock)
-        self.worker = self.network.open(WORKER)
+        self.worker = self.network.open(WORKER, max_message_bytes=max_message_bytes)
         self.toy = ToyTarget(ToyModel(7))
         self.server = TargetServer(self.worker, self.toy)
         self.error: BaseException | None = None
         self.network.serve(WORKER, self.serve)
-        self.owners = [self.network.open(PeerId(name)) for name in ("first", "second")]
+        self.owners = [
+            self.network.open(PeerId(name), max_message_bytes=max_message_bytes)
+            for name in ("first", "second")
+        ]
         self.worker.admit([owner.address for owner in self.owners])
 
     def serve(self) -> None:
@@ -233,3 +237,42 @@ def break_link(world: World, *, for_s: float) -> None:
 
 def mend(world: World) -> None:
     world.network.faults = Faults()
+
+
+def long_step(step_id: int, num_blocks: int, *, admit: bool = False) -> TargetStep:
+    """A step of many bytes and few rows: a long block table."""
+    one = step(step_id, admit=admit)
+    (work,) = one.works
+    return msgspec.structs.replace(
+        one, works=(msgspec.structs.replace(work, block_ids=tuple(range(1, 1 + num_blocks))),)
+    )
+
+
+def test_steps_longer_than_a_message_run_once_over_a_network_that_loses() -> None:
+    """Masks of grammars and what drafts were drawn from grow with rows times the vocabulary."""
+    world = World(max_message_bytes=2000)
+    target = world.attach(0, 1)
+    lengths = (4000, 2, 5000, 2)
+    steps = [long_step(number, length, admit=not number) for number, length in enumerate(lengths)]
+    alone = ToyTarget(ToyModel(7))
+    expected = []
+    for one in steps:
+        alone.submit(one)
+        expected.append(alone.collect())
+    world.network.faults = Faults(delay_s=(0.0, 0.5), loss=0.02, duplication=0.3, in_order=False)
+    found = []
+    for one in steps:
+        target.submit(one)
+        found.append(target.collect())
+    assert found == expected
+    assert target.counters["steps_in_parts"] >= 2
+    assert world.server.counters["malformed_steps"] == 0
+
+
+def test_parts_of_somebody_who_is_not_the_owner_any_more_are_fenced() -> None:
+    world = World(max_message_bytes=2000)
+    target = world.attach(0, 1)
+    world.attach(1, 2)
+    target.submit(long_step(0, 4000, admit=True))
+    with pytest.raises(TransportError, match="taken over"):
+        target.collect()

@@ -63,6 +63,7 @@ EXAMPLES: list[m.Message] = [
     ),
     m.Fenced(1, 2),
     m.Fatal("out of memory"),
+    m.StepPart(1, 2, 0, 3, b"\x00\xff"),
     m.RunStep(
         1,
         2,

@@ -1,0 +1,73 @@
+"""Steps longer than a message: whole again, whatever order their parts come in."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from specdec.core.errors import MessageTooLong, ProtocolError
+from specdec.core.ids import RequestId
+from specdec.core.plan import TargetStep, TargetWork
+from specdec.engine import step_parts
+from specdec.engine.step_parts import StepAssembly, parts_of
+from specdec.transport.messages import RunStep, StepPart, encode
+
+MOST = 1000
+
+
+def long_step(sequence: int, num_tokens: int = 3000) -> RunStep:
+    work = TargetWork(RequestId("a"), tuple(range(num_tokens)), 0, 1, 0, (1, 2))
+    return RunStep(3, sequence, TargetStep(sequence, (work,)))
+
+
+def test_parts_fit_and_make_the_step_in_any_order() -> None:
+    rng = random.Random(1)
+    assembly = StepAssembly()
+    steps = [long_step(0), long_step(1, num_tokens=5000)]
+    parts = [part for step in steps for part in parts_of(step, MOST)]
+    assert all(len(encode(part)) <= MOST for part in parts)
+    assert len(parts) > 10
+    sent = [*parts, *rng.sample(parts, 5)]
+    rng.shuffle(sent)
+    made = [step for part in sent if (step := assembly.add(part)) is not None]
+    assert [step for step in steps if step in made] == steps
+    assert len(parts_of(long_step(2, num_tokens=3), MOST)) == 1, "what is short is one part"
+
+
+def test_a_step_that_was_cut_in_another_way_before_begins_anew() -> None:
+    assembly, step = StepAssembly(), long_step(0)
+    assert assembly.add(parts_of(step, MOST)[0]) is None
+    made = [assembly.add(part) for part in parts_of(step, 2 * MOST)]
+    assert made[-1] == step
+    assert not any(made[:-1])
+
+
+def test_few_steps_are_waited_for() -> None:
+    assembly = StepAssembly()
+    first, *others = [parts_of(long_step(sequence), MOST) for sequence in range(6)]
+    for parts in (first, *others):
+        assert assembly.add(parts[0]) is None
+    assert not any(assembly.add(part) for part in first[1:]), "its first part is forgotten"
+    assert assembly.add(first[0]) == long_step(0)
+    assembly.clear()
+    assert not any(assembly.add(part) for part in others[-1][1:])
+
+
+def test_what_is_no_part_of_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assembly, parts = StepAssembly(), parts_of(long_step(0), MOST)
+    for wrong in (
+        {"index": -1},
+        {"index": parts[0].count},
+        {"count": 0},
+        {"count": step_parts.MOST_PARTS + 1},
+    ):
+        with pytest.raises(ProtocolError, match="of step 0"):
+            assembly.add(msgspec.structs.replace(parts[0], **wrong))
+    for content in (b"nonsense", encode(long_step(1)), encode(StepPart(3, 0, 0, 1, b""))):
+        with pytest.raises(ProtocolError):
+            assembly.add(StepPart(3, 0, 0, 1, content))
+    monkeypatch.setattr(step_parts, "MOST_PARTS", 2)
+    with pytest.raises(MessageTooLong, match="exceeds"):
+        parts_of(long_step(0), MOST)
