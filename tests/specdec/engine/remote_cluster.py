@@ -27,7 +27,7 @@ from specdec.proposers.lookup_first import LookupFirst
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from specdec.scheduling.speculation.modes import OverlapMode
-from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.base import MAX_MESSAGE_BYTES, PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 
 VOCAB = 11
@@ -138,10 +138,12 @@ class Cluster:
         num_draft_tokens: int = 4,
         around: Callable[[Proposer], Proposer] | None = None,
         controller: SpeculationController | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
         around them; where they have nothing, `fallback` stands in, or goes before them. Without a
-        `controller`, `mode` and `num_draft_tokens` are always the same.
+        `controller`, `mode` and `num_draft_tokens` are always the same. `max_message_bytes` is the longest
+        message to the target and back.
         """
         self.around = around
         self.shares = shares
@@ -160,8 +162,8 @@ class Cluster:
         )
         for _ in range(num_drafters):
             self.start_drafter()
-        worker = self.network.open(TARGET)
-        coordinator = self.network.open(PeerId("coordinator"))
+        worker = self.network.open(TARGET, max_message_bytes=max_message_bytes)
+        coordinator = self.network.open(PeerId("coordinator"), max_message_bytes=max_message_bytes)
         worker.admit([coordinator.address])
         if make_target is None:
             self.toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
@@ -171,9 +173,11 @@ class Cluster:
         self.network.serve(TARGET, lambda: self.target_server.step(0))
         self.network.faults = faults
         combine = LookupFirst if is_fallback_first else FallbackProposer
-        target = RemoteTarget(coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock)
+        self.target = RemoteTarget(
+            coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock
+        )
         self.engine = Engine.from_parts(
-            target=target,
+            target=self.target,
             proposer=self.proposer if fallback is None else combine(self.proposer, fallback),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),

@@ -12,7 +12,10 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep, TargetWork
 from specdec.engine import step_parts
 from specdec.engine.step_parts import StepAssembly, parts_of
+from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.transport.memory import Faults
 from specdec.transport.messages import RunStep, StepPart, encode
+from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
 
 MOST = 1000
 
@@ -71,3 +74,14 @@ def test_what_is_no_part_of_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(step_parts, "MOST_PARTS", 2)
     with pytest.raises(MessageTooLong, match="exceeds"):
         parts_of(long_step(0), MOST)
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "ping_pong"])
+def test_an_engine_whose_every_long_step_is_cut_says_what_the_target_says(mode: OverlapMode) -> None:
+    rng = random.Random(6)
+    requests = [a_request(f"{'a-long-name-' * 9}{number}", rng) for number in range(8)]
+    faults = Faults(delay_s=(0.0, 0.05), loss=0.05, duplication=0.1, in_order=False)
+    cluster = Cluster(faults, seed=3, mode=mode, max_message_bytes=400)
+    found = cluster.run(requests)
+    assert found == {request.request_id: expected(request) for request in requests}
+    assert cluster.target.counters["steps_in_parts"] > 3
