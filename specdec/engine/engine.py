@@ -383,7 +383,7 @@ class Engine:
         roster = self._roster
         running = roster.running.values()
         beginning = [live.request_id for live in running if live.stats.first_token_s is None]
-        beginning.extend(live.request_id for live in self._preparation)
+        beginning.extend(live.request_id for live in self._preparation.begun)
         num_places = roster.max_num_seqs - len(running)
         if not roster.waiting:
             return beginning
@@ -573,7 +573,8 @@ class Engine:
 
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:
         """Who leaves a full queue for a newcomer: its last, unless that has run or been promised to go on."""
-        last = self._roster.waiting.last
+        waiting = [self._roster.waiting.last, self._preparation.last]
+        last = max(filter(None, waiting), key=lambda live: live.service_key, default=None)
         if last is None or last.stats.first_scheduled_s is not None or last.request.goes_on:
             return None
         is_same_owner = last.request.owner == owner

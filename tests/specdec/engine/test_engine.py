@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -16,8 +18,9 @@ from specdec.core.proposal import Proposal
 from specdec.core.request import LatencyTarget
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.engine.engine import Engine
+from specdec.engine.engine import ABORTED, Engine
 from specdec.engine.toy_target import ToyTarget
+from specdec.sampling.grammar import GrammarCompiler
 from specdec.sampling.noise import choice_seed
 from tests.specdec.engine.toy_engines import (
     GREEDY,
@@ -406,6 +409,30 @@ class TestOverload:
         snapshot = engine.metrics().snapshot()
         assert snapshot['requests_refused{reason="displaced"}'] == 2
         assert snapshot['requests_refused{reason="full"}'] == 3
+
+    def test_a_full_queue_gives_the_place_of_a_grammar_that_has_not_begun(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those being compiled stay, and are what a step may be about."""
+        pytest.importorskip("llguidance")
+        never: Future[Any] = Future()
+        monkeypatch.setattr(GrammarCompiler, "check_size", lambda self, grammar: None)
+        monkeypatch.setattr(GrammarCompiler, "begin", lambda self, grammar, token_ids=(): never)
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=4)
+        params = replace(GREEDY, grammar=Grammar("regex", "a+"))
+        for index in range(5):
+            engine.add_request(request(f"many{index}", owner="a", params=params))
+        assert engine.about_to_begin() == ["many0", "many1", "many2", "many3"], (
+            "two threads, two to go on with"
+        )
+        with pytest.raises(CapacityError):
+            engine.add_request(request("more", owner="a"))
+        engine.add_request(request("single", owner="b"))
+        ended = {one.request_id: one.error_code for one in engine.step() if one.finish_reason == "error"}
+        assert ended == {"many4": "displaced"}
+        with pytest.raises(CapacityError):
+            engine.add_request(request("another", owner="c"))
+        engine.end_all(ABORTED)
 
     def test_who_has_begun_keeps_its_place_in_a_full_queue(self) -> None:
         engine = toy_engine(max_num_seqs=1, max_num_waiting=1)
