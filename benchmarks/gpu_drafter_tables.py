@@ -6,7 +6,7 @@ python -m benchmarks.gpu_drafter_tables benchmarks/results docs/drafters/{traini
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +97,7 @@ def _order_of(*results: Result) -> Any:
     return lambda place: (names.index(place[0]), place[2])
 
 
-def _row(place: tuple[str, int, float], now: Result | None, before: Result | None) -> Iterable[str]:
+def _row(place: tuple[str, int, float], now: Result | None, before: Result | None) -> tuple[str, ...]:
     shown = now or before
     assert shown is not None
     return (
