@@ -41,7 +41,7 @@ MAX_CATCH_UP = 2
 """Rows per sequence in the first forward: what a fully accepted draft leaves a draft model to read."""
 
 
-_BYTES_PER_SCORE = 40
+BYTES_PER_SCORE = 40
 """While tokens are chosen with cuts: logits, scores, noise, sorted values, their places, masses in fp64."""
 
 
@@ -50,7 +50,7 @@ def loop_bytes(loaded: StaticLayers, config: CompileConfig, max_num_seqs: int) -
     if config.mode == "off" or loaded.device.type != "cuda":
         return 0
     num_seqs = min(max_num_seqs, config.cuda_graph_max_rows)
-    return num_seqs * loaded.vocab_size * _BYTES_PER_SCORE + MAX_PARTIAL_BYTES
+    return num_seqs * loaded.vocab_size * BYTES_PER_SCORE + MAX_PARTIAL_BYTES
 
 
 class GraphSize(NamedTuple):
@@ -144,8 +144,10 @@ class GraphedDraftLoop(GraphRecording):
         # Sequences that only read take room as well, though no token is drafted for them.
         num_seqs = smallest_holding(self._ready_sizes, len(starts))
         chain = None if num_seqs is None else self._chains.get(GraphSize(num_seqs, cuts))
+        if chain is None:
+            return None
         placed = [one for one in map(self._place, starts) if one is not None]
-        if chain is None or len(placed) < len(starts):
+        if len(placed) < len(starts):
             return None
         inputs = self._model.pack([start.first_slice() for start in placed])
         drafting = [start for start in placed if start.budget > 0]

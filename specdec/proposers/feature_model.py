@@ -36,8 +36,8 @@ class DrafterLayers(NamedTuple):
 class FeatureModel:
     """Implements `cuda_graphs.RecordedModel`.
 
-    Slices are in places of the drafter's cache, and hold features in `states`; of a slice without any they
-    are zeros. Features that a forward makes are kept in a pool, for every slot.
+    Slices are in places of the drafter's cache; features are made of their `states`, and without any they are
+    zeros. Features that a forward makes are kept in a pool, for every slot.
     """
 
     def __init__(
@@ -65,14 +65,12 @@ class FeatureModel:
 
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
         """See `RecordedModel`: rows in host memory, features where the drafter is."""
-        pool, width = self._pool, self._kept.width
-        features = [
-            torch.zeros(len(piece.token_ids), width, dtype=pool.dtype, device=pool.device)
-            if piece.states is None
-            else piece.states
-            for piece in slices
-        ]
-        return self.packed(slices, torch.cat(features))
+        pool = self._pool
+        states = [piece.states for piece in slices if piece.states is not None]
+        if states:
+            return self.packed(slices, self._drafter.fuse(torch.cat(states).to(pool.device, pool.dtype)))
+        shape = sum(len(piece.token_ids) for piece in slices), self._kept.width
+        return self.packed(slices, torch.zeros(shape, dtype=pool.dtype, device=pool.device))
 
     def packed(self, slices: Sequence[SequenceSlice], features_TH: torch.Tensor) -> ForwardInputs:
         """As `pack`, with the features of all rows."""

@@ -126,7 +126,7 @@ class FeatureRunner:
             # What was drafted and stands is read once more, with the target's states.
             max_read=num_draft_tokens + 1,
             stream=stream,
-            place=self._placed_start,
+            place=placed_start,
             recorder=recorder,
         )
 
@@ -210,13 +210,6 @@ class FeatureRunner:
         assert not states, "committed tokens are read first"
         return self._features.read_slots([slot for piece in pieces for slot in self._parent_slots(piece)])
 
-    def _placed_start(self, start: ChainStart) -> ChainStart | None:
-        """Return a start in places of the drafter's cache, with features; None: it has tokens without any."""
-        if start.start == 0 or start.states is None or start.shift is not None:
-            return None
-        states = start.states.to(self._pool.device, self._pool.dtype)
-        return start._replace(start=start.start - 1, states=self._fuse(states))
-
     def _fuse(self, states: torch.Tensor) -> torch.Tensor:
         return self._drafter.fuse(states) if self._compiled is None else self._compiled.fuse(states)
 
@@ -237,6 +230,13 @@ def placed(piece: SequenceSlice) -> SequenceSlice:
         return replace(piece, start=piece.start - 1)
     assert piece.parents is None, "nothing is drafted behind nothing"
     return replace(piece, token_ids=piece.token_ids[1:])
+
+
+def placed_start(start: ChainStart) -> ChainStart | None:
+    """Return a start with places as `placed` gives them; None: it has a token without states."""
+    if start.start == 0 or start.states is None or start.shift is not None:
+        return None
+    return start._replace(start=start.start - 1)
 
 
 def _told_of_shift(piece: SequenceSlice) -> SequenceSlice:

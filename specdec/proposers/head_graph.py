@@ -19,12 +19,16 @@ from specdec.model.cuda_graphs import GraphRecording
 from specdec.model.graph_recorder import CudaRecorder, Recorder
 from specdec.model.row_buckets import sequence_buckets, smallest_holding
 from specdec.model.static_batch import PackedArrays
-from specdec.proposers.draft_graph import MAX_TOP_K, GraphSize, adjustable_rows, leave_to_nobody, until_end
+from specdec.proposers.draft_graph import (
+    BYTES_PER_SCORE,
+    MAX_TOP_K,
+    GraphSize,
+    adjustable_rows,
+    leave_to_nobody,
+    until_end,
+)
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import sample_eager
-
-_BYTES_PER_SCORE = 40
-"""As in `draft_graph`."""
 
 
 class HeadStart(NamedTuple):
@@ -41,7 +45,7 @@ def head_loop_bytes(heads: HeadsDrafter, config: CompileConfig, max_num_seqs: in
     """Return about how much memory recorded chains are going to take."""
     if config.mode == "off" or next(heads.parameters()).device.type != "cuda":
         return 0
-    return min(max_num_seqs, config.cuda_graph_max_rows) * heads.target.vocab_size * _BYTES_PER_SCORE
+    return min(max_num_seqs, config.cuda_graph_max_rows) * heads.target.vocab_size * BYTES_PER_SCORE
 
 
 class GraphedHeads(GraphRecording):
