@@ -303,7 +303,8 @@ class DraftCost:
             is_overlapped: whether the target worked meanwhile.
         """
         wanted = sorted(budget for budget in budgets.values() if budget > 0)
-        if not wanted:
+        # A request may ask for longer drafts of its own than any that were measured.
+        if not wanted or wanted[-1] > len(self._regions):
             return
         if work_s is None:
             work_s = ready_s - self._wire.seconds
@@ -311,7 +312,7 @@ class DraftCost:
             self._wire.note(ready_s - work_s)
         if work_s <= 0.0:
             return
-        num_steps = min(wanted[-1], len(self._regions))
+        num_steps = wanted[-1]
         # Of each step, so many have been asked for no more than the steps before it.
         numbers = [
             min((len(wanted) - bisect_right(wanted, step)) * num_branches, self._max_sequences)

@@ -196,6 +196,8 @@ class DrafterPicks:
         for one in sequences:
             self._classes.update(self._classes_of(one))
         free = [one for one in sequences if one.own_drafter is None]
+        if self._trying and not any(one.request_id in self._trying for one in free):
+            self._end_trial()  # those who tried are gone; while a trial is on nothing else changes
         if not free or (not costs.is_drafting and self._ask_unknown(free)):
             return
         if now < (self._trial_end if self._trying else self._reviewed_round + _ROUNDS_BETWEEN_REVIEWS):

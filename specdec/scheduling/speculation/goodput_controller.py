@@ -177,9 +177,17 @@ class GoodputController:
     def _learn_some(self) -> None:
         """Learn from what was observed, if it is enough, or if it cannot wait."""
         is_enough = self._unlearnt_s >= _LEARNT_EVERY_S
-        has_trial = self._trials.current is not None or self._facts.has_trial
-        if is_enough or has_trial or self._rhythm.is_start(self._round):
+        if is_enough or self._cannot_wait() or self._rhythm.is_start(self._round):
             self._learn_observed()
+
+    def _cannot_wait(self) -> bool:
+        """Whether what was observed tells whether a trial goes on. Probes go on for many rounds, of which
+        most tell nothing: with one request, learning from each by itself took a tenth of their time.
+        """
+        trials = self._trials
+        if trials.current == "probing" and not self._facts.has_trial:
+            return len(self._unlearnt) >= trials.num_rounds_left
+        return trials.current is not None or self._facts.has_trial
 
     def _learn_observed(self) -> None:
         observed, self._unlearnt, self._unlearnt_s = self._unlearnt, [], 0.0
@@ -375,9 +383,8 @@ class GoodputController:
             self._round,
             passed.seconds + round_s,
             switched_round=self._switch.switched_round,
-            is_trial=trial is not None,
+            is_trial=trial is not None and trial != "probing",
         )
-        lost_s = 0.0
         is_as_decided = observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind)
         if heard_s is not None:
             with self._rhythm.learning.timed():
@@ -385,8 +392,9 @@ class GoodputController:
                     self._learning.note(observation, decision)
                     self._dearer_kinds.clear()
                 if round_s > 0.0:
-                    lost_s = self._note_goodput(observation, decision, kind, round_s)
+                    self._note_goodput(observation, decision, kind, round_s)
                     self._worth.note(decision, heard_s)
+        lost_s = 0.0 if trial is None else self._lost_s(observation, decision, kind, round_s)
         if round_s > 0.0 and is_as_decided:
             self._note_ratio(observation, decision, round_s / decision.expected_s())
         counts = is_settled and observation.mode == self.mode  # the first ones are of the former mode
@@ -397,6 +405,7 @@ class GoodputController:
             lost_s,
             counts=counts,
             is_spent=not self._settling.is_catching_up,
+            has_drafts=bool(observation.outcomes),
             num_passed=passed.num_rounds,
             passed_s=passed.seconds,
         ):
@@ -439,8 +448,8 @@ class GoodputController:
 
     def _note_goodput(
         self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float
-    ) -> float:
-        """Compare a round with what was expected of it; return what it has lost, if it was a trial."""
+    ) -> None:
+        """Compare the tokens of a round, by its own time, with what was expected of it."""
         own_s = self._learning.own_s(observation, kind, round_s)
         is_as_decided = self._is_as_decided(decision, kind)
         if is_as_decided and self._is_comparable(observation, decision) and own_s > 0.3 * round_s:
@@ -449,12 +458,16 @@ class GoodputController:
             self._evidence.note_tokens(
                 self._round, kind, observation, decision, own_s=then_s, stand_in_gain=gain
             )
+
+    def _lost_s(self, observation: RoundObservation, decision: Decision, kind: Kind, round_s: float) -> float:
+        """Return how much longer a round of a trial took than its tokens would have taken as usual."""
         option, usual = decision.option, self._switch.kind
         usual_rate = decision.rates.get(usual or option.kind, option.rate)
         if self._trials.current in _SETTLING:
             usual_rate = self._evidence.rate_lately(self._round, usual, decision) or usual_rate
-        if self._trials.current is not None and usual is not None and usual in decision.options:
+        if usual is not None and usual in decision.options:
             usual_rate /= self._dearer(decision, usual)
+        own_s = self._learning.own_s(observation, kind, round_s)
         expected_s = decision.expected_s(beside_prompts=observation.num_prompt_rows > 0)
         return min(own_s, 4.0 * expected_s) - observation.num_committed / usual_rate
 

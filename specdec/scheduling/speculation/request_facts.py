@@ -27,12 +27,12 @@ class RequestFacts:
 
     def __init__(self, settings: ControllerSettings) -> None:
         """Pick among the budgets or the drafters of `settings`, where there are several."""
-        num_drafters = max(1, len(settings.drafter_caps))
+        num_picks = max(1, len(settings.drafter_caps), len(settings.kv_budgets))
         self._max_draft_tokens = settings.max_draft_tokens
         are_trees = len(settings.tree_levels) > 0 and all(settings.tree_levels)
         self.acceptance = AcceptanceTracker(
             max(1, settings.max_draft_tokens),
-            num_drafters * MAX_CLASSES,
+            num_picks * MAX_CLASSES + 1,  # each class by what is picked, and one for those beyond
             "tree" if are_trees else "chain",
         )
         self._classes: dict[RequestId, str] = {}

@@ -51,6 +51,9 @@ _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
 _FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12, "comparing": 24}
 """Before the first one: what rounds without drafts take is known from the start's measurements alone."""
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6, "comparing": 6}
+_MOST_DOUBLINGS_UNANSWERED = 3
+"""Of probes in which there was not one draft: they say nothing of drafts, only that whoever makes them was
+away, and may be back at any time."""
 _ABOUT_AS_GOOD = 0.06
 _FAR_FROM_AS_GOOD = 0.2
 """What a round of a probe may be expected to lose, as a share, where it is about as good either way; and what
@@ -89,6 +92,8 @@ class Trials:
         self._rounds_left = self._fewest = 0
         self._num_counted = 0
         self._num_spent = 0
+        self._has_drafts = False
+        """Whether there were drafts in the trial that is on."""
         self._has_caught_up = False
         """Whether the trial that is on has paid for rounds that it did not have."""
         self._lost_s = self._spent_s = 0.0
@@ -146,7 +151,7 @@ class Trials:
         self._rounds_left = min(length.most, affordable)
         self._fewest = length.fewest
         self._num_counted = self._num_spent = 0
-        self._has_caught_up = False
+        self._has_drafts = self._has_caught_up = False
         self._lost_s = self._spent_s = self._to_pay_s = 0.0
         self._num_rounds_since = 0
         self._seconds_since = 0.0
@@ -158,6 +163,7 @@ class Trials:
         *,
         counts: bool = True,
         is_spent: bool = True,
+        has_drafts: bool = True,
         num_passed: int = 0,
         passed_s: float = 0.0,
     ) -> bool:
@@ -170,6 +176,7 @@ class Trials:
                 whether it tells of the other mode.
             is_spent: whether it is one of the rounds that a trial has. It is paid for in any case; but what
                 was paid for one that is not should not be in vain.
+            has_drafts: whether there was a draft in it.
             num_passed: rounds before it that were not looked at.
             passed_s: what those took.
 
@@ -197,6 +204,7 @@ class Trials:
         self.num_rounds[self.current] += 1
         self._rounds_left -= is_spent
         self._num_spent += is_spent
+        self._has_drafts |= has_drafts
         self._has_caught_up |= not is_spent
         if counts:
             self._num_counted += 1
@@ -222,7 +230,14 @@ class Trials:
                 return
         if trial == "probing":
             self._probe_loss_s = self._to_pay_s / max(1, self._num_rounds_since)
+            if not self._has_drafts and self._num_ended[trial] >= _MOST_DOUBLINGS_UNANSWERED:
+                return
         self._num_ended[trial] += 1
+
+    @property
+    def num_rounds_left(self) -> int:
+        """How many rounds the trial that is on may still take."""
+        return self._rounds_left
 
     def num_ended(self, trial: Trial) -> int:
         """Return how many of them have changed nothing since something else did."""

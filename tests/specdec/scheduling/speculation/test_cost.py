@@ -194,6 +194,17 @@ def test_drafting_is_corrected() -> None:
     assert (np.diff(after) >= 0.0).all()
 
 
+def test_drafts_longer_than_any_that_were_measured_say_nothing_of_others() -> None:
+    """A request may ask for more than is configured: 32 steps do not take what the last known one does."""
+    model = model_of("cpu")
+    taking_part = np.full(8, 4)
+    before = model.draft.by_steps(taking_part, 64)
+    budgets = {RequestId(f"r{index}"): 32 if index == 0 else 4 for index in range(4)}
+    for _ in range(20):
+        model.draft.note(budgets, 64, 1, 4.0 * float(before[7]))
+    assert model.draft.by_steps(taking_part, 64) == pytest.approx(before)
+
+
 @pytest.mark.parametrize("seen", [(1, 2, 4, 8), (4,)])
 @pytest.mark.parametrize("step_s", [0.001, 0.003])
 def test_a_wire_that_was_not_measured_bends_nothing(seen: tuple[int, ...], step_s: float) -> None:

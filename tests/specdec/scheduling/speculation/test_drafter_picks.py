@@ -252,6 +252,30 @@ def test_who_has_a_drafter_keeps_it() -> None:
     assert {one.request_id for one in world.requests if one.own_drafter == 1} <= owners
 
 
+def test_a_trial_of_requests_that_have_gone_ends() -> None:
+    """Left are those that have a drafter of their own: nothing is tried, and drafting may be given up."""
+    controller = controller_of()
+    world = world_of(4, lambda _one, place: (0.9, 0.8, 0.8)[place])
+    while not controller._facts.has_trial:
+        world.run_round(controller)
+    for one in world.requests:
+        one.num_to_generate = one.num_generated  # they end
+    world.chance = lambda _one, _place: 0.02
+    replace_ended = world._fill_up
+
+    def fill_up() -> int:
+        number = replace_ended()
+        for one in world.requests:
+            one.own_drafter = 2
+        return number
+
+    world._fill_up = fill_up  # type: ignore[method-assign]
+    world.run(controller, 300)
+    assert not controller._facts.has_trial
+    booking = world.run(controller, 300)
+    assert booking.speculating_rounds < 0.2 * booking.rounds
+
+
 def exhaustive(values: Floats, fixed: Floats, present: Ints, is_free: np.typing.NDArray[np.bool_]) -> float:
     """The best worth of any assignment at all."""
     free = np.flatnonzero(is_free)

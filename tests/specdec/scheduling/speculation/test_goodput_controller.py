@@ -936,6 +936,26 @@ def test_short_rounds_are_learnt_from_together(monkeypatch: pytest.MonkeyPatch) 
     assert max(together) <= 8
 
 
+def test_probes_of_one_request_are_learnt_from_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But take no round more than they may."""
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world = world_of(COSTS["cpu"], 1, chance=0.15)
+    world.run(controller, 300)
+    together: list[int] = []
+    learn_observed = controller._learn_observed
+
+    def learn() -> None:
+        if controller._trials.current == "probing" and controller._unlearnt:
+            together.append(len(controller._unlearnt))
+            assert len(controller._unlearnt) <= controller._trials.num_rounds_left
+        learn_observed()
+
+    monkeypatch.setattr(controller, "_learn_observed", learn)
+    world.run(controller, 3000)
+    assert sum(together) > 100
+    assert np.mean(together) > 3.0
+
+
 # ------------------------------------------------------------------------------------- negative controls
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from specdec.kv.selection import KvBudget
+from specdec.scheduling.speculation.acceptance import MAX_CLASSES
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
@@ -39,3 +42,23 @@ def test_who_is_picked_for() -> None:
     assert several.welcome(one) == (8, 3)[drafters[0]]
     budgets = (KvBudget(256, 1), KvBudget(512, 1))
     assert RequestFacts(ControllerSettings(max_draft_tokens=8, kv_budgets=budgets)).budgets is not None
+
+
+@pytest.mark.parametrize("num_classes", [3, MAX_CLASSES])
+def test_every_class_is_learnt_of_by_each_budget(num_classes: int) -> None:
+    budgets = tuple(KvBudget(amount, 1) for amount in (128, 256, 512, 1024))
+    facts = RequestFacts(ControllerSettings(max_draft_tokens=4, kv_budgets=budgets))
+    assert facts.budgets is not None
+    for at in range(num_classes):
+        for option in range(len(budgets)):
+            one = fake_request(f"{at}-{option}", 2000)
+            one.class_name, one.has_own_kv_budget = f"class {at}", False
+            facts.budgets._picks[one.request_id] = option
+            facts.take_over([one])
+            outcome = DraftOutcome(request_id=one.request_id, num_drafted=4, num_accepted=2)
+            observation = RoundObservation(
+                num_rows=5, num_sequences=1, num_committed=3, draft_s=0.0, verify_s=0.01, outcomes=[outcome]
+            )
+            facts.note(0, observation, {one.request_id: 4})
+            facts.estimate([one])
+            assert facts.acceptance.num_trials(facts.budgets.class_of(one)) > 0.0, (at, option)

@@ -210,3 +210,28 @@ def test_what_was_paid_to_catch_up_is_not_in_vain() -> None:
             is_over = trials.note_round(ROUND_S, 0.0)
             number += 1
         assert number == expected
+
+
+def test_probes_without_an_answer_do_not_wait_ever_longer() -> None:
+    waited = {}
+    for has_drafts in (True, False):
+        trials = Trials(0.004)
+        for _ in range(8):
+            number = 0
+            while trials.current is None:
+                trials.begin("probing", LENGTH, 0.3 * ROUND_S)
+                trials.note_round(ROUND_S, 0.0, has_drafts=has_drafts)
+                number += 1
+            while trials.current is not None:
+                trials.note_round(ROUND_S, 0.02 * ROUND_S, has_drafts=has_drafts)
+        waited[has_drafts] = number
+    assert waited[False] <= 48 << 3 < 3000 < waited[True], waited
+
+
+def test_it_is_known_how_many_rounds_are_left() -> None:
+    trials = Trials(0.5)
+    rounds(trials, 48)
+    trials.begin("probing", LENGTH, 0.0)
+    for left in range(LENGTH.most, 0, -1):
+        assert trials.num_rounds_left == left
+        assert trials.note_round(ROUND_S, -0.1 * ROUND_S) is (left == 1)
