@@ -80,6 +80,7 @@ def door_settings(config: DrafthouseConfig, model: ServedModel | None = None) ->
         max_deliveries_per_s=http.max_deliveries_per_s,
         niceness=http.niceness,
         resume_window_s=http.resume_window_s,
+        takes_model_defaults=http.generation_config == "auto",
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
         access_log=http.access_log,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -65,6 +65,10 @@ class HttpConfig(StrictConfig):
     allowed_origins: tuple[Annotated[str, Field(pattern=_ORIGIN)], ...] = ()
     """Web sites whose pages may send requests from a browser, as it writes them: https://chat.example.com,
     without a path. ["*"]: all. What they send needs an API key like everything else."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """What a request is sampled with that does not say so: with auto as the checkpoint's
+    generation_config.json has it (`temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`); with none,
+    or where that says nothing, as in OpenAI's API (temperature 1, nothing cut or penalised)."""
     request_classes: tuple[str, ...] = Field(default=(), max_length=MAX_CLASSES - 1)
     """Values of `metadata.class` in bodies that are told apart; all others count as one. How far drafts are
     accepted is learnt per class."""

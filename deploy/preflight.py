@@ -179,12 +179,17 @@ def check_models(engine: EngineConfig) -> None:
         if reach is not None:
             with_positions(drafter, reach)
     vocabularies = [_vocabulary(folder) for folder in folders]
-    for folder, vocabulary in zip(folders, vocabularies, strict=True):
+    for drafter, vocabulary in zip(models, vocabularies[1:], strict=True):
         if vocabulary != vocabularies[0]:
             # It says where they differ, at the price of importing transformers.
             from specdec.proposers.draft_model_factory import require_same_tokenizer
 
-            require_same_tokenizer(str(folder), str(folders[0]))
+            require_same_tokenizer(
+                str(drafter.model),
+                str(folders[0]),
+                trust_draft_code=drafter.trust_remote_code,
+                trust_target_code=engine.target.trust_remote_code,
+            )
 
 
 def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:

@@ -139,7 +139,7 @@ def create_app(
             *([Middleware(AccessLog)] if settings.access_log else []),
             Middleware(SlowReaders, timeout_s=settings.write_timeout_s),
             Middleware(Border, metrics=door.metrics),
-            Middleware(ApiKeys, ring=ring),
+            Middleware(ApiKeys, ring=ring, allowed_origins=settings.allowed_origins),
             Middleware(BodyLimit, max_body_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s),
         ],
     )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.openai.errors import ApiError, api_error_of, internal_error, keys_unread
+from deploy.openai.errors import ApiError, api_error_of, internal_error, keys_unread, shown
 from deploy.openai.keys import ApiKey, KeyRing
 from deploy.openai.metrics import GENERATING_ROUTES, DoorMetrics
 from deploy.openai.paths import is_open, route_path
@@ -81,21 +82,41 @@ def _counted_route(scope: Scope, status: int) -> str:
 class ApiKeys:
     """Asks for `Authorization: Bearer KEY`, but for what is open to anybody; with no keys configured all is.
 
+    But to pages of other web sites: a browser sends what they post without a preflight, if only they do not
+    call it JSON, and would have a server work that nobody but its owner can reach.
+
     Routes find the `ApiKey` that was given in `state.api_key`.
     """
 
-    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, ring: KeyRing, allowed_origins: Collection[str] = ()) -> None:
         self._app = app
         self._ring = ring
+        self._allowed_origins = allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, or answer 401; 503 while it is not known which keys are accepted."""
+        """Serve one request; or answer 401, 403 to a page, and 503 while the keys are not known."""
+        if scope["type"] == "http" and not self._ring.is_asked_for and scope["method"] == "POST":
+            self._check_site(Headers(scope=scope))
         if scope["type"] == "http" and self._ring.is_asked_for and not is_open(scope):
             if self._ring.why_unread is not None:
                 raise keys_unread()
             key = self._check(Headers(scope=scope).get("authorization"))
             scope.setdefault("state", {})["api_key"] = key
         await self._app(scope, receive, send)
+
+    def _check_site(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._allowed_origins or origin in self._allowed_origins:
+            return
+        # A proxy in front may have put its own name in place of the one that the page was read from.
+        hosts = {headers.get(name, "").lower() for name in ("host", "x-forwarded-host")}
+        if origin.partition("://")[2].lower() not in hosts - {""}:
+            raise ApiError(
+                403,
+                f"Pages of {shown(origin)} may not use this server, which asks for no API key: "
+                "its http.allowed_origins does not name that site.",
+                code="origin_not_allowed",
+            )
 
     def _check(self, authorization: str | None) -> ApiKey:
         scheme, _, text = (authorization or "").partition(" ")

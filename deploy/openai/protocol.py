@@ -350,6 +350,8 @@ def _part_kind(value: object) -> str:
 
 
 _EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call"})
+_MESSAGE_TYPES = ("text", "message")
+"""What some clients write into every message (lm-evaluation-harness: text): no other kinds are known."""
 _REFUSAL = "refusal"
 _PARSED = "parsed"
 """What OpenAI's library has made of the content of a reply that it parses: nothing new."""
@@ -386,6 +388,8 @@ class ChatMessage(BodyPart):
         if not isinstance(data, dict):
             return data
         dropped = set(_EMPTY_REPLY_FIELDS)
+        if data.get("type") in _MESSAGE_TYPES:
+            dropped.add("type")
         for name in _EMPTY_REPLY_FIELDS:
             if data.get(name) not in (None, []):
                 raise ValueError(f"{name} is not supported yet")

@@ -36,6 +36,8 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 """Longest time for a request in seconds, as `timeout_s` in its body."""
 ENCODING_HEADER = "Content-Encoding"
 _LEAST_TEMPERATURE = 1e-4
+_MOST_TOLD = 2**63 - 1
+"""A larger number is told as this one: Python writes none of more than 4300 digits, and clients send such."""
 """What the engine takes beside 0."""
 _LEAST_TIME_S = 1e-3
 _TIME_DIGITS = 8
@@ -311,6 +313,7 @@ async def _prompt_texts(
 def _check_num_choices(num_choices: int, body: GenerationBody, settings: DoorSettings) -> None:
     if num_choices <= settings.max_choices:
         return
+    num_choices = min(num_choices, _MOST_TOLD)
     if body.num_streams == 1:
         raise InputError(
             f"prompt must hold at most {settings.max_choices} prompts, got {num_choices}", param="prompt"
@@ -418,6 +421,11 @@ def _sampling_params(
     bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     max_tokens, max_tokens_param = _max_tokens(body)
+    if settings.takes_model_defaults:
+        defaults = description.sampling_defaults.given()
+        body = body.model_copy(
+            update={name: value for name, value in defaults.items() if name not in body.model_fields_set}
+        )
     temperature, top_k, top_p = _choice_of_tokens(body)
     params = SamplingParams(
         temperature=temperature,
@@ -487,6 +495,7 @@ def _check_prompt(
         raise InputError(f"{param} must not be empty: it has no tokens", param=param)
     limit = description.max_model_len
     wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
+    wanted = min(wanted, _MOST_TOLD)
     if len(prompt) + wanted > limit:
         raise ApiError(
             400,

@@ -48,6 +48,8 @@ class DoorSettings:
     api_keys: tuple[ApiKey, ...] = ()
     """API keys that are accepted; empty: no key is asked for, unless the door has a ring of its own, with the
     keys of a file."""
+    takes_model_defaults: bool = True
+    """Whether requests that do not say how they are sampled are as the checkpoint says; else as OpenAI's."""
     share_prefixes_between_keys: bool = False
     """Let requests of one API key find prompts of others in the prefix cache: by the time until the first
     token, whoever guesses can tell what others have sent."""

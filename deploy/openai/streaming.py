@@ -39,6 +39,9 @@ from specdec.core.outputs import RequestOutput
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
+_LINE_ENDS = tuple((one.encode(), b"\\u%04x" % ord(one)) for one in "\x85\u2028\u2029")
+"""What some clients take for the end of a line, though it is none in server-sent events (httpx's
+`iter_lines`), and how JSON writes it so that nobody does. In UTF-8 no other character holds these bytes."""
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -181,6 +184,9 @@ class EventStream:
         yield self._event(self._chunks.closing(usage, metrics), is_ended=True)
 
     def _event(self, data: bytes, *, is_ended: bool = False) -> bytes:
+        for character, escape in _LINE_ENDS:
+            if character in data:
+                data = data.replace(character, escape)
         if not self._prepared.has_event_ids:
             return b"data: %s\n\n" % data
         event_id = format_event_id(self._prepared, self._positions, is_ended=is_ended)

@@ -29,6 +29,8 @@ MAX_WAITING_CHARACTERS = 8 << 20
 _CHARACTERS_PER_S = 1e6
 """Roughly, for who asks how long that takes."""
 _MESSAGE_CHARACTERS = 64
+_TEXT_FIELDS = ("content", "name", "tool_call_id")
+"""Of a message: what a client may make as long as it likes, and a chat template may write."""
 """What a message counts as beside its content: the template writes something around it."""
 
 
@@ -144,7 +146,10 @@ class HuggingFaceTokenizer:
         """
         if not self._tokenizer.chat_template:
             raise InputError("this model has no chat template; use /v1/completions", param="messages")
-        size = sum(_MESSAGE_CHARACTERS + len(message["content"]) for message in messages)
+        size = sum(
+            _MESSAGE_CHARACTERS + sum(len(message.get(field) or "") for field in _TEXT_FIELDS)
+            for message in messages
+        )
         has_calls = any("tool_calls" in message for message in messages)
         if size <= INLINE_CHARACTERS and tools is None and not has_calls:
             return self._encode_chat(messages, add_generation_prompt, None)

@@ -22,6 +22,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from deploy.openai.body_part import BodyPart
@@ -235,7 +237,17 @@ class ReadCall:
     id: str
     name: str
     arguments: str
-    """JSON, an object."""
+    """JSON, an object, as the model has written it."""
+
+
+class _WrittenCall(msgspec.Struct):
+    """What a model has written between the tags. Arguments are only looked at to know that they are JSON:
+    read and written anew, numbers would not be those that it has chosen.
+    """
+
+    name: str
+    arguments: Raw | UnsetType = UNSET
+    parameters: Raw = Raw(b"{}")
 
 
 class _Ending:
@@ -387,19 +399,13 @@ def _overlap(text: str, mark: str) -> int:
 
 def _read_call(body: str) -> ReadCall | None:
     try:
-        call = read_json(body)
-    except ValueError:
+        call = msgspec.json.decode(body.encode(), type=_WrittenCall)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    arguments = bytes(call.parameters if call.arguments is UNSET else call.arguments)
+    if not arguments.startswith(b"{"):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return None
-    return ReadCall(
-        id=_call_id(),
-        name=call["name"],
-        arguments=json.dumps(arguments, ensure_ascii=False),
-    )
+    return ReadCall(id=_call_id(), name=call.name, arguments=arguments.decode())
 
 
 def _call_id() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specdec.core.kv_variants import KvVariants
+from specdec.core.sampling_params import NO_SAMPLING_DEFAULTS, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,5 +33,7 @@ class TargetDescription:
     """Whether it is promised that what a request gets does not depend on what else is in the batch."""
     drafts_itself: bool = False
     """Whether it takes works with `num_self_drafted`."""
+    sampling_defaults: SamplingDefaults = NO_SAMPLING_DEFAULTS
+    """What its checkpoint wants requests to be sampled with that say nothing of it."""
     device: str = ""
     """What it runs on (its first rank), in words: what it costs depends on that. Empty: not known."""

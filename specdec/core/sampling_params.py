@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -288,3 +288,24 @@ def _require_int(param: str, value: int, low: int, high: int | None) -> None:
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InputError(f"{param} must be {bounds}, got {value}", param=param)
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What requests of a model get that say nothing of it; None: what `SamplingParams` has."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def params(self) -> SamplingParams:
+        """Return the parameters of a request that says nothing."""
+        return SamplingParams(**self.given())
+
+    def given(self) -> dict[str, Any]:
+        """Return those that are not None, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
+NO_SAMPLING_DEFAULTS = SamplingDefaults()

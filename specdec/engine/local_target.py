@@ -39,6 +39,7 @@ from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.devices import device_name
 from specdec.model.runner import ModelRunner
+from specdec.model.sampling_defaults import sampling_defaults_of
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop
 from specdec.proposers.hidden import HiddenSource
@@ -159,6 +160,7 @@ class LocalTarget:
             quantization=loaded.quantization,
             batch_invariant=loaded.invariant is not None,
             drafts_itself=self_drafting is not None or make_drafter is not None,
+            sampling_defaults=sampling_defaults_of(loaded.path),
             device=device_name(loaded.device),
         )
 

@@ -87,6 +87,34 @@ def test_a_request_of_no_page_is_served_as_ever() -> None:
     assert door_of(SITE).post("/v1/completions", {"prompt": "abc"}, headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://door:81", "http://door.evil"])
+def test_without_keys_pages_of_other_sites_start_nothing(origin: str) -> None:
+    """A browser sends text without asking first; that the page cannot read the answer helps nobody."""
+    door = Door()
+    headers = {"Origin": origin, "Content-Type": "text/plain"}
+    answer = door.post("/v1/completions", content=b'{"prompt": "abc"}', headers=headers)
+    assert answer.status_code == 403
+    assert answer.json()["error"]["code"] == "origin_not_allowed"
+    assert origin in answer.json()["error"]["message"]
+    assert not door.service.requests
+    assert door.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("allowed", "headers"),
+    [
+        ((), {}),
+        ((), {"Origin": "http://door"}),
+        ((), {"Origin": "https://llm.example", "X-Forwarded-Host": "LLM.example"}),
+        ((SITE,), {"Origin": SITE}),
+        (("*",), {"Origin": "null"}),
+    ],
+)
+def test_without_keys_others_are_served(allowed: tuple[str, ...], headers: dict[str, str]) -> None:
+    door = Door(settings=DoorSettings(allowed_origins=allowed))
+    assert door.post("/v1/completions", {"prompt": "abc"}, headers=headers).status_code == 200
+
+
 def test_the_configuration_reaches_the_door() -> None:
     origins = [SITE, "http://localhost:3000", "app://obsidian.md", "http://[::1]:80"]
     config = DrafthouseConfig.model_validate({"target": {"model": "m"}, "http": {"allowed_origins": origins}})

@@ -156,6 +156,7 @@ def test_bad_completion_field(refusing_door: Door, fields: dict[str, Any], param
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "type": "image"}]}, "messages[0].type"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
         (
@@ -652,3 +653,10 @@ def test_bad_requests_do_not_disturb_a_stream(door: Door) -> None:
         assert [data["choices"][0]["text"] for _, data in events[:-1]] == list(PIECES)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["text", "message"])
+def test_messages_may_say_that_they_are_messages(kind: str) -> None:
+    """lm-evaluation-harness writes it into every one."""
+    messages = [{"role": "user", "content": "x", "type": kind}]
+    assert Door().post("/v1/chat/completions", {"messages": messages}).status_code == 200

@@ -29,6 +29,8 @@ HALF_A_PAIR = '{"const": "\\ud800"}'
 LONG = "y" * 100_000
 HUGE = 10**400
 """A JSON number that fits neither a float nor a message."""
+LONGEST = int("9" * 4300)
+"""One more has a digit more than Python writes."""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,11 @@ def test_arguments_that_are_nested_as_deep_as_may_be_reach_the_template(door: Do
         ("completions", {"min_tokens": HUGE}, "min_tokens"),
         ("chat", {"min_tokens": HUGE}, "messages"),
         ("chat", {"min_tokens": DESCRIPTION.max_model_len}, "messages"),
+        ("completions", {"max_tokens": LONGEST}, "prompt"),
+        ("completions", {"min_tokens": LONGEST}, "min_tokens"),
+        ("completions", {"prompt": ["abc", "b"], "n": LONGEST}, "n"),
+        ("completions", {"best_of": LONGEST}, "best_of"),
+        ("chat", {"max_completion_tokens": LONGEST}, "messages"),
         ("completions", {"timeout_s": HUGE}, "timeout_s"),
         ("completions", {"slo": {"itl_ms": HUGE}}, "slo.itl_ms"),
         ("completions", {"bad_words": ["ab"] * 200_000}, "bad_words"),

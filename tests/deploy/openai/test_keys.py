@@ -535,6 +535,13 @@ def test_whatever_is_sent_for_a_key_it_is_a_401(value: bytes) -> None:
     assert not passed
 
 
+def test_a_key_in_other_letters_is_what_its_bytes_are() -> None:
+    door = Door(settings=DoorSettings(api_keys=(key_of("schl\u00fcssel"), key_of("\u00e9t\u00e9"))))
+    for text in ("schl\u00fcssel", "\u00e9t\u00e9"):
+        headers = {"Authorization": b"Bearer " + text.encode()}
+        assert door.post("/v1/completions", {"prompt": "abc"}, headers=headers).status_code == 200
+
+
 def test_digests_are_not_shown_either() -> None:
     assert DIGEST not in repr(DoorSettings(api_keys=(key_of("right"),)))
     assert repr(digest_api_key("right")) not in repr(key_of("right"))

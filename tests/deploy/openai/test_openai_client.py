@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -141,6 +142,16 @@ def test_utf8_survives(url: str, door: Door, client: openai.OpenAI) -> None:
     door.service.pieces = ("h\u00e9", "\u4e16\u754c", "\U0001f680\n\u2028")
     stream = client.completions.create(model="scripted", prompt="abc", stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "".join(door.service.pieces)
+
+
+def test_no_character_of_a_text_ends_a_line(url: str, door: Door) -> None:
+    """Clients that read lines as `str.splitlines` does (LiteLLM, by httpx) would lose these events."""
+    door.service.pieces = ("a\x85b", "\u2028", "c\u2029\x0b\x0c\x1c\x1d\x1ed")
+    body = {"prompt": "abc", "stream": True, "logprobs": 0}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == "".join(door.service.pieces)
 
 
 def test_ready_only_when_the_service_is() -> None:

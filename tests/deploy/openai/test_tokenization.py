@@ -143,6 +143,23 @@ def test_no_more_waits_for_the_tokenizer_than_it_can_read_soon(monkeypatch: pyte
     assert len(encode(tokenizer, "a" * size)) == size
 
 
+@pytest.mark.parametrize("field", ["content", "name", "tool_call_id"])
+def test_all_that_a_template_may_write_counts_as_text(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = HuggingFaceTokenizer(byte_level())
+    tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}"
+    waited: list[int] = []
+
+    async def in_turn(size: int, *_: object) -> tuple[int, ...]:
+        waited.append(size)
+        return ()
+
+    monkeypatch.setattr(tokenizer, "_in_turn", in_turn)
+    message = {"role": "user", "content": "", field: "x" * 5000}
+    asyncio.run(tokenizer.encode_chat([message], add_generation_prompt=True))
+    assert waited
+    assert waited[0] >= 5000
+
+
 def test_tools_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "MAX_WAITING_CHARACTERS", 10_000)
     plain = make_tokenizer()
