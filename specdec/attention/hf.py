@@ -2,7 +2,8 @@
 
 A model is loaded with `attn_implementation=ATTENTION_NAME` and run on a flat batch, `input_ids` [1, T],
 with `position_ids` [1, T], `use_cache=False` and the keyword `paged=PagedBatch(...)`, which the model's own
-forward passes down to every attention layer. No mask function is registered under that name, so
+forward passes down to every attention layer. Layers to which it does not pass it find it where
+`remember_step` has put it. No mask function is registered under that name, so
 `transformers` builds no mask.
 """
 
@@ -25,6 +26,45 @@ _HARMLESS_KEYWORDS = frozenset(
 
 _WINDOW_IN_MASK_ALONE = frozenset({"phimoe"})
 """Model types whose model puts `sliding_window` into the mask of all layers, which do not pass it on."""
+
+
+_STEP = "paged_step"
+
+
+class RememberedStep:
+    """Carries `paged` past forwards that do not hand keywords on to what they are made of."""
+
+    def __init__(self, *, is_popped: bool) -> None:
+        self.paged: Any = None
+        self._is_popped = is_popped
+
+    def enter(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note it before the model's forward, which it may be hidden from."""
+        self.paged = kwargs.get("paged")
+        if not self._is_popped:
+            return None
+        return args, {name: value for name, value in kwargs.items() if name != "paged"}
+
+    def leave(self, model: torch.nn.Module, args: object, output: object) -> None:
+        """Forget it behind the model's forward, also where that has failed."""
+        self.paged = None
+
+
+def remember_step(model: torch.nn.Module, *, is_popped: bool = False) -> None:
+    """Let attention layers that are not handed `paged` find it all the same (Nemotron).
+
+    Args:
+        model: whose forward is called with `paged`.
+        is_popped: its forward does not take that keyword, and is called without it.
+    """
+    step = RememberedStep(is_popped=is_popped)
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _STEP, step)
+    model.register_forward_pre_hook(step.enter, with_kwargs=True)
+    model.register_forward_hook(step.leave, always_call=True)
 
 
 class UnsupportedAttention(Exception):
@@ -70,7 +110,8 @@ def paged_attention(
         key: [1, G, T, D].
         value: [1, G, T, D].
         attention_mask: always None, because no mask function is registered.
-        paged: the step (`PagedBatch`), or the probe that records what the layers ask for.
+        paged: the step (`PagedBatch`), or the probe that records what the layers ask for; None: what
+            `remember_step` has noted.
         scaling: factor on query-key products. Like the window and the softcap it is a constant of the
             layer, which the probe has recorded.
         dropout: 0 outside of training.
@@ -84,6 +125,8 @@ def paged_attention(
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     if sliding_window is None:
         sliding_window = _window_of_mask(module, layer_idx)
+    if paged is None:
+        paged = getattr(getattr(module, _STEP, None), "paged", None)
     if paged is None:
         raise UnsupportedAttention(f"layer {layer_idx} is not handed the keywords of the model's forward")
     if isinstance(paged, AttentionProbe):

@@ -221,7 +221,7 @@ def _weighted_sum(
     shape = query_nGRqD.shape
     num_sequences, num_kv_heads, ratio, query_len, head_dim = shape
     folded = query_nGRqD.reshape(num_sequences, num_kv_heads, ratio * query_len, head_dim)
-    scores = torch.matmul(folded, keys.transpose(2, 3)).float().mul_(layer.scaling)
+    scores = _products(folded, keys.transpose(2, 3)).mul_(layer.scaling)
     if layer.softcap is not None:
         scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
     if hidden is not None:
@@ -229,6 +229,13 @@ def _weighted_sum(
         split.masked_fill_(hidden, float("-inf"))
     weights = torch.softmax(scores, dim=-1).to(folded.dtype)
     return torch.matmul(weights, values).view(shape)
+
+
+def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """fp32 [n, G, R * q, L], new. Before they are scaled, float16 may have no number as large."""
+    if queries.dtype == torch.float16:
+        return torch.matmul(queries.float(), keys.float())
+    return torch.matmul(queries, keys).float()
 
 
 def _gather(cache: torch.Tensor, group: _Group, dtype: torch.dtype) -> torch.Tensor:

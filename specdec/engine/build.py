@@ -113,6 +113,7 @@ def _build_proposer(config: EngineConfig, target: TargetDescription) -> Proposer
         dtype=target.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         model=config.target.model,
+        trust_remote_code=config.target.trust_remote_code,
         max_model_len=target.max_model_len,
         max_read_tokens=max(LEAST_READ_TOKENS, config.scheduler.max_num_batched_tokens),
     )

@@ -151,5 +151,6 @@ def _facts_of_folder(config: EngineConfig) -> TargetFacts:
         dtype=facts.dtype,
         max_num_seqs=config.scheduler.max_num_seqs,
         model=config.target.model,
+        trust_remote_code=config.target.trust_remote_code,
         max_model_len=facts.max_model_len,
     )

@@ -1,6 +1,7 @@
 """Gives the paged attention hook to models of transformers that do not use its attention interface.
 
-Only forwards of attention (and of layers that would keep the model from being compiled) are replaced, on the
+All others are only made to remember the step, for layers that they do not hand it to. Of the former, only
+forwards of attention (and of layers that would keep the model from being compiled) are replaced, on the
 instances of a loaded model; everything else is the model's own code. When the model is switched to another
 attention implementation, its own attention runs.
 """
@@ -13,7 +14,7 @@ from typing import Any, cast
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from specdec.attention.hf import ATTENTION_NAME, paged_attention
+from specdec.attention.hf import ATTENTION_NAME, paged_attention, remember_step
 
 ADAPTED_MODEL_TYPES = frozenset({"falcon"})
 """Loaded with eager attention, then given to `adapt`."""
@@ -27,40 +28,22 @@ def adapter_reason(config: PretrainedConfig) -> str | None:
 
 
 def adapt(model: PreTrainedModel) -> None:
-    """Let a model of `ADAPTED_MODEL_TYPES` call the paged attention; others are left alone."""
-    if model.config.model_type not in ADAPTED_MODEL_TYPES:
+    """Let a model's layers call the paged attention, and find the step that they attend in."""
+    is_adapted = model.config.model_type in ADAPTED_MODEL_TYPES
+    remember_step(model, is_popped=is_adapted)
+    if not is_adapted:
         return
     from transformers.models.falcon.modeling_falcon import FalconAttention, FalconLinear
 
-    step = _Step()
     for module in model.modules():
         anything: Any = module
         if isinstance(module, FalconAttention):
-            anything.forward = _FalconForward(anything, anything.forward, step)
+            anything.forward = _FalconForward(anything, anything.forward)
         elif isinstance(module, FalconLinear) and "forward" not in vars(module):
             # The same product and sum, in the form that can be compiled; a rank's own forward stays.
             anything.forward = torch.nn.Linear.forward.__get__(module)
-    model.register_forward_pre_hook(step.enter, with_kwargs=True)
-    model.register_forward_hook(step.leave, always_call=True)
     # Transformers refuses to set a name that the model does not announce; no mask is built for ours.
     model.config._attn_implementation_internal = ATTENTION_NAME
-
-
-class _Step:
-    """Carries `paged` past a model's forward that does not hand keywords on to its layers."""
-
-    def __init__(self) -> None:
-        self.paged: Any = None
-
-    def enter(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        kwargs = dict(kwargs)
-        self.paged = kwargs.pop("paged", None)
-        return args, kwargs
-
-    def leave(self, model: torch.nn.Module, args: object, output: object) -> None:
-        self.paged = None
 
 
 class _FalconForward:
@@ -69,10 +52,9 @@ class _FalconForward:
     No closure: a copy of the model, as a view of it in fewer bits is, has to have one of its own modules.
     """
 
-    def __init__(self, module: Any, own: Callable[..., Any], step: _Step) -> None:
+    def __init__(self, module: Any, own: Callable[..., Any]) -> None:
         self._module = module
         self._own = own
-        self._step = step
 
     def __call__(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
         from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
@@ -87,7 +69,5 @@ class _FalconForward:
         query = grouped[:, :, :, :-2].flatten(2, 3).transpose(1, 2)
         key, value = grouped[:, :, :, -2].transpose(1, 2), grouped[:, :, :, -1].transpose(1, 2)
         query, key = rotate(query, key, *kwargs["position_embeddings"])
-        attended, _ = paged_attention(
-            module, query, key, value, None, paged=self._step.paged, scaling=module.inv_norm_factor
-        )
+        attended, _ = paged_attention(module, query, key, value, None, scaling=module.inv_norm_factor)
         return module.dense(attended.flatten(2)), None

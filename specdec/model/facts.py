@@ -22,6 +22,7 @@ from specdec.model.checkpoint import (
     open_checkpoint,
 )
 from specdec.model.config import ModelConfig
+from specdec.model.layer_values import layer_values
 from specdec.model.rotary import longest_sequence
 
 # transformers annotates these factories too loosely to be of use.
@@ -96,9 +97,9 @@ def model_class_of(hf_config: PretrainedConfig) -> type[PreTrainedModel]:
 def head_dims_of(hf_config: PretrainedConfig) -> tuple[int, ...]:
     """Head sizes that a configuration states; what they really are, the probe of the loaded model tells."""
     text_config: Any = hf_config.get_text_config()
-    stated = getattr(text_config, "head_dim", None)
-    if stated is not None:
-        return (int(stated),)
+    stated = layer_values(text_config, "head_dim")
+    if stated:
+        return tuple(map(int, stated))
     width, num_heads = (getattr(text_config, name, None) for name in ("hidden_size", "num_attention_heads"))
     return (width // num_heads,) if width and num_heads else ()
 

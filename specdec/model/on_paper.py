@@ -16,7 +16,7 @@ from transformers import (
 from specdec.attention.config import refusal_of
 from specdec.attention.hf import ATTENTION_NAME
 from specdec.core.errors import CheckpointError, ConfigError
-from specdec.model.adapters import ADAPTED_MODEL_TYPES
+from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapt
 from specdec.model.checkpoint import (
     ModelFolder,
     foreign_files,
@@ -164,6 +164,7 @@ def _model_on_paper(
         )
     install_rotary(folder, model, rotary)
     if hf_config.model_type not in ADAPTED_MODEL_TYPES:
+        adapt(model)
         inspect_on_paper(model, folder.path)
     return model
 

@@ -78,7 +78,7 @@ def longest_sequence(config: PretrainedConfig) -> int | None:
 
 def _stated(config: PretrainedConfig) -> StatedPositions:
     text_config: Any = config.get_text_config()
-    names = ("max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
+    names = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
     return stated_positions({name: getattr(text_config, name, None) for name in names})
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+_FIXED_BY_ALPHA = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
+"""Model types that call it `dynamic` that `alpha` stretches their frequencies, once for all lengths. Others
+would not look at `alpha`, and are dynamic."""
+
 
 class StatedPositions(NamedTuple):
     """Of a model, or of its text model, where it has several."""
@@ -30,6 +34,8 @@ def stated_positions(settings: Mapping[str, Any]) -> StatedPositions:
     if not isinstance(rope, Mapping):
         return StatedPositions(limit)
     kind = rope.get("rope_type", rope.get("type"))
+    if kind == "dynamic" and rope.get("alpha") and settings.get("model_type") in _FIXED_BY_ALPHA:
+        return StatedPositions(limit)
     if kind == "longrope":
         name = "original_max_position_embeddings"
         original_len = settings.get(name) or rope.get(name) or limit

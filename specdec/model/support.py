@@ -77,7 +77,9 @@ def _layer_reason(config: PretrainedConfig) -> str | None:
             return f"it has layers of type {layer_type}, only full and sliding-window attention are supported"
     if getattr(config, "num_kv_shared_layers", 0):
         return "its layers share K/V (num_kv_shared_layers), which is not supported yet"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    # Of other values, `vision` (Gemma 4) is about the tokens of images alone, which are not served.
+    is_bidirectional = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if is_bidirectional or not getattr(config, "is_causal", True):
         return "its attention is not causal"
     return None
 

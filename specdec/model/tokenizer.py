@@ -33,11 +33,23 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def check_same_tokenizer(target_path: str | Path, draft_path: str | Path) -> tuple[str, ...]:
+def check_same_tokenizer(
+    target_path: str | Path,
+    draft_path: str | Path,
+    *,
+    trust_target_code: bool = False,
+    trust_draft_code: bool = False,
+) -> tuple[str, ...]:
     """Check that a draft model means by every token id what the target means by it.
 
     Vocabulary sizes of models say nothing (they are padded differently), so the tokenizers are compared,
     token text by token text.
+
+    Args:
+        target_path: the target's folder.
+        draft_path: the draft model's folder.
+        trust_target_code: run Python code that comes with the target's tokenizer.
+        trust_draft_code: the same of the draft model's.
 
     Returns:
         Warnings for the user: differences in special tokens or in the chat template. They do not make
@@ -47,7 +59,8 @@ def check_same_tokenizer(target_path: str | Path, draft_path: str | Path) -> tup
         CheckpointError: a token id with different texts, or known to only one of the two; or one of the
             tokenizers cannot be loaded.
     """
-    target, draft = load_tokenizer(target_path), load_tokenizer(draft_path)
+    target = load_tokenizer(target_path, trust_remote_code=trust_target_code)
+    draft = load_tokenizer(draft_path, trust_remote_code=trust_draft_code)
     target_texts = {token_id: text for text, token_id in target.get_vocab().items()}
     draft_texts = {token_id: text for text, token_id in draft.get_vocab().items()}
     for token_id in sorted(target_texts.keys() | draft_texts.keys()):

@@ -128,6 +128,9 @@ class SpeculativeConfig(StrictConfig):
     """Processes (GPUs) that hold one draft model together; independent of the target's."""
     dtype: Dtype = "auto"
     """Numbers that the draft model runs in; auto: the target's."""
+    trust_remote_code: bool = False
+    """draft_model: run Python code that comes with the draft model; independent of
+    `target.trust_remote_code`."""
     quantization: QuantizationName | None = None
     """Quantize the draft model's weights, as `target.quantization` does the target's; independent of it.
     quantized, which needs it: how the target's weights are quantized for drafting, in a copy beside the ones
@@ -657,6 +660,12 @@ class SpeculativeConfig(StrictConfig):
                 f"max_model_len: {self.max_model_len} is about draft_model and heads with K/V of their own "
                 "(eagle, eagle3, mtp, parallel_heads, hydra): the longest text that they draft behind; "
                 f"method {self.method} has no such limit: {remedy}"
+            )
+        if self.method != "draft_model" and self.trust_remote_code:
+            remedy = "write it with those of `drafters`" if self.method == "several" else "leave it out"
+            raise ValueError(
+                "trust_remote_code is about the code of a draft model, target.trust_remote_code about the "
+                f"target's; method {self.method} has no draft model: {remedy}"
             )
         if self.method != "draft_model" and self.attention_backend != "auto":
             raise ValueError(f"method {self.method} runs no model: leave out attention_backend")

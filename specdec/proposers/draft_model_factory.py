@@ -51,7 +51,12 @@ def load_draft_model(
     """
     assert config.model is not None, "checked by SpeculativeConfig"
     if target.model is not None:
-        require_same_tokenizer(config.model, target.model)
+        require_same_tokenizer(
+            config.model,
+            target.model,
+            trust_draft_code=config.trust_remote_code,
+            trust_target_code=target.trust_remote_code,
+        )
     loaded = load_model(draft_model_config(config, target), None, ranks)
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
@@ -90,6 +95,7 @@ def draft_model_config(config: SpeculativeConfig, target: TargetFacts) -> ModelC
             "model": config.model,
             "dtype": target.dtype if config.dtype == "auto" else config.dtype,
             "device": config.device,
+            "trust_remote_code": config.trust_remote_code,
             "quantization": config.quantization,
             "num_threads": config.num_threads,
             "tensor_parallel_size": config.draft_tensor_parallel_size,
@@ -224,11 +230,20 @@ def draft_sampling(config: SpeculativeConfig) -> DraftSampling:
     return DraftSampling.under(capabilities_of(config.rejection_sample_method), config.draft_top_k)
 
 
-def require_same_tokenizer(draft_folder: str, target_folder: str) -> None:
+def require_same_tokenizer(
+    draft_folder: str,
+    target_folder: str,
+    *,
+    trust_draft_code: bool = False,
+    trust_target_code: bool = False,
+) -> None:
     """Check that both models mean the same text by the same token ids; log what else differs.
 
     Raises:
         CheckpointError: naming the first token id on which they differ, or what cannot be loaded.
     """
-    for difference in check_same_tokenizer(target_folder, draft_folder):
+    differences = check_same_tokenizer(
+        target_folder, draft_folder, trust_target_code=trust_target_code, trust_draft_code=trust_draft_code
+    )
+    for difference in differences:
         logger.warning("speculative_config.model: %s", difference)

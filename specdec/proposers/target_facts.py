@@ -19,6 +19,8 @@ class TargetFacts:
     """Sequences that the target runs at once at most."""
     model: str | None = None
     """Path of the target's folder, to compare tokenizers with; None: not compared."""
+    trust_remote_code: bool = False
+    """Whether Python code in that folder may be run."""
     max_model_len: int | None = None
     """Longest sequence that it serves, in tokens; None: not known."""
     max_read_tokens: int = LEAST_READ_TOKENS

@@ -102,6 +102,9 @@ def _cuts_of_module(
             raise UnsupportedParallelism(f"{name} is no embedding")
         yield "weight", Cut(0, (share_of(module.num_embeddings, layout.rank, layout.size),))
         return
+    if style == "norm_per_head":
+        yield "weight", _heads_of_norm(name, module, layout)
+        return
     if not isinstance(module, torch.nn.Linear | Conv1D):
         raise UnsupportedParallelism(f"{name} is a {type(module).__name__}, which cannot be cut")
     is_transposed = isinstance(module, Conv1D)
@@ -140,6 +143,17 @@ def _heads(name: str, width: int, num_heads: int, local: range, offset: int = 0)
         raise UnsupportedParallelism(f"the {width} outputs of {name} are not those of {num_heads} heads")
     unit = width // num_heads
     return offset + local.start * unit, offset + local.stop * unit
+
+
+def _heads_of_norm(name: str, norm: torch.nn.Module, layout: HeadLayout) -> Cut:
+    """Weights [heads, head size]."""
+    is_of_keys = name.rsplit(".", 1)[-1] == "k_norm"
+    num_heads = layout.num_kv_heads if is_of_keys else layout.num_heads
+    local = layout.local_kv_heads if is_of_keys else layout.local_heads
+    weight: Any = norm.weight
+    if weight.dim() != 2 or len(weight) != num_heads:
+        raise UnsupportedParallelism(f"{name} has no weights for each of {num_heads} heads")
+    return Cut(0, ((local.start, local.stop),))
 
 
 def _packed(width: int, layout: HeadLayout) -> Ranges:

@@ -3,11 +3,13 @@
 A plan maps module (or parameter) names, `*` for numbers, to styles. transformers publishes plans for most
 models; its styles are documented with `distributed/tensor_parallel.py` there. Ours cover models that publish
 none (GPT-2, Falcon), and models whose published plan computes attention on every rank in full because its
-projections are fused (Phi-3) or its norms span all heads (OLMo-2): they add the styles
+projections are fused (Phi-3) or its norms span all heads (OLMo-2), or leaves norms whole of which each head
+has its own (Command R): they add the styles
 
     fused_qkv        output rows [all queries | all keys | all values]
     falcon_qkv       output rows as Falcon's three generations of checkpoints have them
     norm_over_heads  a norm over all heads: runs on the gathered input, of which each rank keeps its part
+    norm_per_head    a norm of each head with weights of its own, [heads, head size]: cut by heads (Command R)
 
 Whatever a plan says of it, the head is cut by vocabulary and its output is not gathered: the sampler takes
 the shards (`sampling.parallel`). Tied embeddings are cut with it.
@@ -23,6 +25,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from specdec.model.layer_values import layer_values
+
 STYLES = frozenset(
     {
         "colwise",
@@ -37,6 +41,7 @@ STYLES = frozenset(
         "fused_qkv",
         "falcon_qkv",
         "norm_over_heads",
+        "norm_per_head",
     }
 )
 """What `cuts` and `surgery` know."""
@@ -70,6 +75,18 @@ _DECLARED: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.self_attn.v_proj": "colwise",
         "model.layers.*.self_attn.q_norm": "norm_over_heads",
         "model.layers.*.self_attn.k_norm": "norm_over_heads",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+    },
+    "cohere": {
+        "model.embed_tokens": "embedding_rowwise",
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.q_norm": "norm_per_head",
+        "model.layers.*.self_attn.k_norm": "norm_per_head",
         "model.layers.*.self_attn.o_proj": "rowwise",
         "model.layers.*.mlp.gate_proj": "colwise",
         "model.layers.*.mlp.up_proj": "colwise",
@@ -117,13 +134,28 @@ class UnsupportedParallelism(Exception):
 
 
 def layout_of(config: PretrainedConfig, rank: int, size: int) -> HeadLayout:
-    """Return the head layout that a configuration describes."""
+    """Return the head layout that a configuration describes.
+
+    Raises:
+        UnsupportedParallelism: its layers have different ones.
+    """
     text_config: Any = config.get_text_config()
-    num_heads = int(text_config.num_attention_heads)
-    kv_heads = getattr(text_config, "num_key_value_heads", None)
+    num_heads = _of_all_layers(text_config, "num_attention_heads")
+    assert num_heads is not None, "every configuration that has a plan states it"
+    kv_heads = _of_all_layers(text_config, "num_key_value_heads")
     if text_config.model_type == "falcon":
         kv_heads = _falcon_kv_heads(text_config)
-    return HeadLayout(num_heads=num_heads, num_kv_heads=int(kv_heads or num_heads), rank=rank, size=size)
+    return HeadLayout(num_heads=num_heads, num_kv_heads=kv_heads or num_heads, rank=rank, size=size)
+
+
+def _of_all_layers(text_config: Any, name: str) -> int | None:
+    values = layer_values(text_config, name)
+    if len(values) > 1:
+        raise UnsupportedParallelism(
+            f"its layers have different numbers of heads ({name} is {' and '.join(map(str, values))}), which "
+            "are not divided yet"
+        )
+    return int(values[0]) if values else None
 
 
 def _falcon_kv_heads(config: Any) -> int:

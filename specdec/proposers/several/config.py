@@ -89,6 +89,8 @@ class ModelDrafter(NamedDrafter):
     """As `speculative_config.tree`."""
     dtype: Dtype = "auto"
     """Numbers that it runs in; auto: the target's."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with it."""
     quantization: QuantizationName | None = None
     """Quantize its weights, as `target.quantization` does the target's."""
     max_model_len: int | None = Field(default=None, ge=2)

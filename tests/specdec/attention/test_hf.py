@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from specdec.attention.hf import AttentionProbe, UnsupportedAttention, paged_attention
+from specdec.attention.hf import AttentionProbe, UnsupportedAttention, paged_attention, remember_step
 
 
 class Layer(torch.nn.Module):
@@ -83,6 +84,39 @@ def test_a_layer_that_attends_twice_is_refused() -> None:
 def test_a_model_that_drops_the_keywords_is_refused() -> None:
     with pytest.raises(UnsupportedAttention, match="layer 0 is not handed the keywords"):
         paged_attention(Layer(0), *[torch.ones(1, 1, 1, 8)] * 3, None)
+
+
+class Forgetful(torch.nn.Module):
+    """A model that does not hand its keywords on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Layer(0)
+
+    def forward(self, rows: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        assert rows.isfinite().all()
+        return paged_attention(self.layer, rows, rows, rows, None)[0]
+
+
+def test_a_layer_finds_the_step_that_it_is_not_handed() -> None:
+    model, rows = Forgetful(), torch.ones(1, 1, 1, 8)
+    remember_step(model)
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        probe = AttentionProbe()
+        one(rows, paged=probe)
+        assert len(probe.layers(range(1))) == 1
+        with pytest.raises(UnsupportedAttention, match="is not handed"):
+            one(rows)
+
+
+def test_a_step_is_forgotten_where_the_forward_fails() -> None:
+    model = Forgetful()
+    remember_step(model)
+    with pytest.raises(AssertionError):
+        model(torch.full((1, 1, 1, 8), torch.nan), paged=AttentionProbe())
+    with pytest.raises(UnsupportedAttention, match="is not handed"):
+        model.forward(torch.ones(1, 1, 1, 8))
 
 
 def test_attention_that_is_not_causal_is_refused() -> None:

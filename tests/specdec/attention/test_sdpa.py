@@ -229,3 +229,17 @@ def test_low_precision_keeps_an_fp32_softmax(dtype: torch.dtype) -> None:
     got = attend(case, build_metadata(slices, block_size=BLOCK_SIZE), tensors)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("factor", [40.0, 400.0])
+def test_products_of_float16_may_be_larger_than_its_numbers(factor: float) -> None:
+    """8 * 400 * 400 is about 20 times the largest one; scaled, it is an ordinary score."""
+    slices = [SequenceSlice(token_ids=[0] * 3, start=60, block_table=range(1, 17), num_logit_rows=0)]
+    layer = LayerAttention(layer_idx=0, num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, scaling=factor**-2)
+    case = Case(slices, layer, seed=1)
+    tensors = make_tensors(case, 3, torch.float16)
+    for one in (tensors.query, tensors.key, tensors.key_cache):
+        one.mul_(factor)
+    expected = dense(case, tensors)
+    got = attend(case, build_metadata(slices, block_size=BLOCK_SIZE), tensors)
+    torch.testing.assert_close(got.double(), expected, rtol=0.01, atol=0.01)

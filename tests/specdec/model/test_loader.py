@@ -562,3 +562,91 @@ def test_head_sizes_on_paper_are_those_of_the_model(tmp_path: Path, architecture
     save_model(tmp_path, architecture)
     assert head_dims_of(transformers.AutoConfig.from_pretrained(tmp_path)) == (head_dim,)
     assert {layer.head_dim for layer in load(tmp_path).layers} == {head_dim}
+
+
+GEMMA4: dict[str, Any] = {
+    **SMALL,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+}
+
+
+def save_drawn_wide(folder: Path, config: transformers.PretrainedConfig) -> None:
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    model.save_pretrained(folder)
+
+
+def test_layers_may_have_heads_of_different_sizes(tmp_path: Path) -> None:
+    save_drawn_wide(tmp_path, transformers.Gemma4TextConfig(**GEMMA4))
+    assert head_dims_of(transformers.AutoConfig.from_pretrained(tmp_path)) == (8, 16)
+    with pytest.raises(ConfigError, match=r"it runs heads of 64, .* are of 8:"):
+        load(tmp_path, attention_backend="flashinfer", dtype="bfloat16")
+    loaded = load(tmp_path, attention_backend="sdpa")
+    assert [layer.head_dim for layer in loaded.layers] == [8, 16]
+
+
+def test_attention_in_both_directions_among_images_is_no_reason(tmp_path: Path) -> None:
+    """Text is causal all the same, and nothing else is served."""
+    save_drawn_wide(tmp_path, transformers.Gemma4TextConfig(**GEMMA4, use_bidirectional_attention="vision"))
+    loaded = load(tmp_path)
+    assert paged_forward_error(loaded.model, loaded.layers) < 1e-5
+
+
+@pytest.mark.parametrize("value", [True, "all"])
+def test_attention_in_both_directions_among_tokens_is_refused(tmp_path: Path, value: object) -> None:
+    config = (
+        transformers.Gemma4TextConfig(**GEMMA4, use_bidirectional_attention=value)
+        if value == "all"
+        else transformers.Gemma3TextConfig(**SMALL, use_bidirectional_attention=value)
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="its attention is not causal"):
+        load(tmp_path)
+
+
+def test_a_layer_that_drops_the_keywords_is_served(tmp_path: Path) -> None:
+    """Nemotron's hand their attention only those that they know."""
+    save_drawn_wide(
+        tmp_path,
+        transformers.NemotronConfig(
+            **SMALL, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+        ),
+    )
+    assert "nemotron" not in TESTED_MODEL_TYPES
+    loaded = load(tmp_path)
+    assert paged_forward_error(loaded.model, loaded.layers) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [transformers.HunYuanDenseV1Config, transformers.HunYuanMoEV1Config])
+def test_frequencies_that_alpha_stretches_are_served(tmp_path: Path, kind: Any) -> None:
+    """Hunyuan calls them dynamic; they do not depend on the length."""
+    experts = {} if kind is transformers.HunYuanDenseV1Config else {"num_experts": 4, "moe_topk": 2}
+    config = kind(
+        **SMALL,
+        **experts,
+        intermediate_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+    )
+    save_drawn_wide(tmp_path, config)
+    loaded = load(tmp_path)
+    assert loaded.rotary is None
+    assert loaded.max_model_len == 16
+    # 24 tokens: beyond the length from which on a dynamic embedding would change.
+    assert paged_forward_error(loaded.model, loaded.layers) < 1e-5

@@ -66,6 +66,16 @@ def test_other_factors_do_not_lengthen_what_is_stated(tmp_path: Path, architectu
     assert longest_sequence(transformers.AutoConfig.from_pretrained(tmp_path)) == 64
 
 
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_a_dynamic_embedding_with_alpha_is_fixed_where_alpha_is_heeded(name: str) -> None:
+    rope = {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}
+    settings = {"model_type": "hunyuan_v1_dense", "max_position_embeddings": 64, name: rope}
+    assert stated_positions(settings) == StatedPositions(64)
+    without = {**settings, name: {**rope, "alpha": None}}
+    for others in (without, {**settings, "model_type": "llama"}):
+        assert stated_positions(others) == StatedPositions(128, "dynamic", 64)
+
+
 @pytest.mark.parametrize(
     "settings",
     [{}, {"max_position_embeddings": "many"}, {"n_positions": 8}, {"rope_parameters": {"type": "dynamic"}}],

@@ -70,3 +70,41 @@ def test_other_special_tokens_and_templates_are_warnings(tmp_path: Path) -> None
         == "special token pad_token is '<bos>' in the draft model's tokenizer and '<eos>' in the target's"
     )
     assert template == "the chat templates of draft model and target differ from character 10 on"
+
+
+TOKENIZER_CODE = """
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def add_code(folder: Path, marker: Path) -> None:
+    """Give a folder a tokenizer of its own, which leaves `marker` behind when it is loaded."""
+    (folder / "own.py").write_text(TOKENIZER_CODE.format(marker=str(marker)))
+    file = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+
+
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_code_of_either_tokenizer_runs_only_when_asked_for(
+    tmp_path: Path, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folders = {name: save_tokenizer(tmp_path / name) for name in ("target", "draft")}
+    marker = tmp_path / "has run"
+    add_code(folders[whose], marker)
+    other = {"target": "draft", "draft": "target"}[whose]
+    with pytest.raises(CheckpointError, match=f"{whose} has no tokenizer that can be loaded"):
+        check_same_tokenizer(folders["target"], folders["draft"], **{f"trust_{other}_code": True})
+    assert not marker.exists()
+    trusted = {f"trust_{whose}_code": True}
+    assert check_same_tokenizer(folders["target"], folders["draft"], **trusted) == ()
+    assert marker.exists()

@@ -16,6 +16,7 @@ from specdec.core.errors import CheckpointError, ConfigError
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.config import SELF_METHODS, SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_model_factory import draft_model_config, load_draft_model
 from specdec.proposers.draft_window import draft_window
 from specdec.proposers.registry import FACTORIES, create_proposer
 from specdec.proposers.target_facts import TargetFacts
@@ -243,6 +244,47 @@ def test_tokenizers_must_agree(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=f"token id {VOCAB_SIZE - 1} is absent in the draft"):
         create_proposer(config, facts)
+
+
+@pytest.mark.parametrize("is_target_trusted", [False, True])
+@pytest.mark.parametrize("is_draft_trusted", [False, True])
+def test_code_of_target_and_draft_is_trusted_apart(
+    monkeypatch: pytest.MonkeyPatch, is_target_trusted: bool, is_draft_trusted: bool
+) -> None:
+    config = SpeculativeConfig.model_validate(
+        {"method": "draft_model", "model": "draft", "trust_remote_code": is_draft_trusted}
+    )
+    facts = TargetFacts(
+        vocab_size=VOCAB_SIZE,
+        dtype="float32",
+        max_num_seqs=4,
+        model="target",
+        trust_remote_code=is_target_trusted,
+    )
+    seen: dict[str, bool] = {}
+
+    def compare(target: str, draft: str, **trusted: bool) -> tuple[str, ...]:
+        assert (target, draft) == ("target", "draft")
+        seen.update(trusted)
+        return ()
+
+    monkeypatch.setattr("specdec.proposers.draft_model_factory.check_same_tokenizer", compare)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_draft_model(config, facts)
+    assert seen == {"trust_target_code": is_target_trusted, "trust_draft_code": is_draft_trusted}
+    assert draft_model_config(config, facts).trust_remote_code is is_draft_trusted
+
+
+def test_trust_is_about_the_code_of_a_draft_model() -> None:
+    with pytest.raises(ValidationError, match=r"trust_remote_code is about .* method ngram has no draft"):
+        SpeculativeConfig.model_validate({"method": "ngram", "trust_remote_code": True})
+    drafter = {"name": "a", "method": "draft_model", "model": "m", "trust_remote_code": True}
+    several = SpeculativeConfig.model_validate({"method": "several", "drafters": [drafter]})
+    assert [one.trust_remote_code for one in several.choices] == [True]
+    with pytest.raises(ValidationError, match="write it with those of `drafters`"):
+        SpeculativeConfig.model_validate(
+            {"method": "several", "drafters": [drafter], "trust_remote_code": True}
+        )
 
 
 def test_missing_draft_model(tmp_path: Path) -> None:

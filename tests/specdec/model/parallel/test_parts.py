@@ -50,6 +50,8 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
     "olmo": transformers.OlmoConfig(**SMALL),
     "phi": transformers.PhiConfig(**SMALL),
+    "cohere": transformers.CohereConfig(**SMALL, use_qk_norm=True, logit_scale=1.0),
+    "nemotron": transformers.NemotronConfig(**SMALL, head_dim=8),
 }
 
 
@@ -57,8 +59,9 @@ def save(folder: Path, config: transformers.PretrainedConfig) -> Path:
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) / 10)
+        for name, parameter in model.named_parameters():
+            is_matrix = parameter.dim() > 1 and "norm" not in name
+            parameter.mul_(3.0) if is_matrix else parameter.add_(torch.randn_like(parameter) / 10)
     model.save_pretrained(folder)
     return folder
 
@@ -166,6 +169,18 @@ def on_paper(config: transformers.PretrainedConfig) -> torch.nn.Module:
         (transformers.GPT2Config(vocab_size=64, n_embd=24, n_head=3, n_layer=1), 2, "3 attention heads"),
         (transformers.OPTConfig(vocab_size=64, hidden_size=32, num_attention_heads=4), 2, "no tp_plan"),
         (transformers.LlamaConfig(**{**SMALL, "vocab_size": 1, "pad_token_id": None}), 2, "1 token ids"),
+        (
+            transformers.Gemma4TextConfig(
+                **SMALL,
+                layer_types=["sliding_attention", "full_attention"],
+                hidden_size_per_layer_input=0,
+                vocab_size_per_layer_input=101,
+                attention_k_eq_v=True,
+                num_global_key_value_heads=1,
+            ),
+            2,
+            "layers have different numbers of heads .num_key_value_heads is 2 and 1.",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_paper(
@@ -301,7 +316,7 @@ def test_every_element_has_a_rank(architecture: str, size: int) -> None:
             for first, end in cuts[name].ranges:
                 for index in range(first, end):
                     covered[index] += 1
-        has_copies = any(part in name for part in ("k_proj", "v_proj", "qkv", "query_key_value"))
+        has_copies = any(part in name for part in ("k_proj", "v_proj", "k_norm", "qkv", "query_key_value"))
         assert min(covered) >= 1, name
         assert max(covered) <= (layouts[0].kv_copies if has_copies else 1), name
 
