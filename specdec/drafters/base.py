@@ -56,7 +56,7 @@ class TargetParts:
         config = model.config.get_text_config()
         embeddings: nn.Module = model.get_input_embeddings()
         find_head: Any = model.get_output_embeddings
-        head: nn.Module | None = find_head()
+        head: Any = find_head()
         assert head is not None, "a causal language model has an LM head"
         # Of a model for images too, what is served is the part for text.
         get_decoder: Any = model.get_decoder
@@ -71,12 +71,10 @@ class TargetParts:
                 f"no drafter can be made for a target of model type {config.model_type!r}: no norm is found "
                 "behind its last layer"
             )
-        weight = head.weight
-        assert isinstance(weight, torch.Tensor)
         return cls(
             config=config,
             hidden_size=int(config.hidden_size),
-            vocab_size=weight.shape[0],
+            vocab_size=int(head.out_features),  # a quantized head has no weight to ask
             num_layers=LayerMap.of_model(config).num_original_layers,
             embeddings=embeddings,
             final_norm=norms[0],

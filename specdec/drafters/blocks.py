@@ -79,6 +79,8 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
     if kinds is not None:
         one_layer.layer_types = ["full_attention"]
     one_layer.num_hidden_layers = 1
+    # Only embeddings would have it, and those of a head's may be none of this vocabulary's.
+    one_layer.pad_token_id = None
     try:
         with torch.device("meta"):
             model: Any = _AUTO_MODEL.from_config(one_layer)

@@ -68,6 +68,17 @@ _SHARED_KEYS: Final = (
     "draft_top_k",
 )
 """What all of several drafters have in common."""
+_KEYS_OF_EACH: Final = (
+    "dtype",
+    "device",
+    "num_threads",
+    "compile",
+    "cache",
+    "kv",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+)
+"""What each of several drafters has for itself, and no other check refuses beside them."""
 _RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
 """Names that other engines give to rules."""
 
@@ -457,6 +468,12 @@ class SpeculativeConfig(StrictConfig):
             )
         if self.method != "several":
             return self
+        for key in _KEYS_OF_EACH:
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} is of one drafter, and beside `drafters` it would be none's: write it with those "
+                    "of `drafters`"
+                )
         fault = fault_of(self.drafters, self.num_speculative_tokens)
         if fault is not None:
             raise ValueError(fault)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -45,6 +45,8 @@ class HeadTarget:
     eos_token_ids: tuple[int, ...]
     is_quantized: bool = False
     """Whether the weights of its parts are."""
+    stored_head: Callable[[], nn.Module] | None = None
+    """Reads the LM head that is quantized here; None: it is not."""
     incomplete: _Completed | None = None
     """None: all parts are here."""
 
@@ -58,6 +60,7 @@ class HeadTarget:
         def complete(parts: TargetParts, names: Collection[Borrowed]) -> TargetParts:
             return _with_ends(parts, {name: read_end(loaded, name) for name in names})
 
+        is_quantized = loaded.quantization is not None
         is_divided = loaded.vocab is not None or loaded.stage is not None
         return HeadTarget(
             path=loaded.path,
@@ -67,7 +70,8 @@ class HeadTarget:
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
             eos_token_ids=loaded.eos_token_ids,
-            is_quantized=loaded.quantization is not None,
+            is_quantized=is_quantized,
+            stored_head=(lambda: read_end(loaded, "head")) if is_quantized else None,
             incomplete=complete if is_divided else None,
         )
 
@@ -128,10 +132,19 @@ class HeadTarget:
             parts = replace(self.parts, embeddings=nothing)
         return replace(self, parts=parts, incomplete=None)
 
+    def with_stored_head(self) -> HeadTarget:
+        """Return it with its LM head as it is stored, for whoever compares a head's own with it.
+
+        Where it is quantized there is no matrix of it here.
+        """
+        if self.stored_head is None:
+            return self
+        return replace(self, parts=replace(self.parts, head=self.stored_head()))
+
     def lend(self, drafter: Drafter) -> None:
-        """Give a drafter that was loaded for `parts` what it borrows, in full."""
-        if self.incomplete is not None:
-            drafter.target = self.incomplete(self.parts, drafter.borrowed)
+        """Give a drafter what it borrows, in full, whatever it was compared with when it was loaded."""
+        complete = self.incomplete
+        drafter.target = self.parts if complete is None else complete(self.parts, drafter.borrowed)
 
 
 def _with_ends(parts: TargetParts, ends: dict[Borrowed, nn.Module]) -> TargetParts:

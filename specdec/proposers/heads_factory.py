@@ -370,6 +370,8 @@ def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
         target = target.whole()
     # Nor could this of an EAGLE-3 head, which may have an LM head of its own: the target's stays where it is.
     known = target.with_embeddings() if config.method == "eagle3" else target
+    if config.method == "mtp":
+        known = known.with_stored_head()
     drafter = load_drafter(path, known.parts, target.dtype, allow_pickled=config.allow_pickled_weights)
     wanted = _KINDS[config.method]
     if not isinstance(drafter, wanted):

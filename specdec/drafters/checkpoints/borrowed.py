@@ -66,12 +66,15 @@ def stored_beside(drafter: Drafter, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _is_copy(stored: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether two tensors are the same but for rounding to the coarser of their kinds of numbers.
+    """Whether two tensors are the same but for rounding one to the numbers of the other.
 
     Heads are stored in other numbers than their target, and targets served in others than they were trained.
+    Of 16 bits it may be either that was rounded: what is small in bf16 is not there again behind fp16.
     """
     if own.is_meta:  # that of a target of which only the folder has been looked at
         return False
-    is_coarser = stored.is_floating_point() and stored.dtype.itemsize == 2 < own.dtype.itemsize
-    dtype = stored.dtype if is_coarser else own.dtype
-    return torch.equal(stored.to(own.device, dtype), own.to(dtype))
+    stored = stored.to(own.device)
+    if torch.equal(stored.to(own.dtype), own):
+        return True
+    is_half = stored.is_floating_point() and stored.dtype.itemsize == 2
+    return is_half and torch.equal(stored, own.to(stored.dtype))

@@ -205,7 +205,7 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts, *, is_speculator
     Raises:
         CheckpointError: the two do not mean the same layers, or the target does not have a layer.
     """
-    inside, outside = eagle.integers(_LAYER_IDS, least=-1), keys.integers(_LAYER_IDS)
+    inside, outside = _layer_ids(eagle, least=-1), _layer_ids(keys, least=0)
     if inside is not None:
         at, layers, kind = eagle, _behind(inside), "outputs"
         meant = () if outside is None else (outside, _of_inputs(outside, is_defined=is_speculators))
@@ -253,6 +253,11 @@ def _fused_layers(keys: Keys, eagle: Keys, target: TargetParts, *, is_speculator
             "and what the last one gives before the final norm is not kept",
         )
     return layers
+
+
+def _layer_ids(keys: Keys, *, least: int) -> tuple[int, ...] | None:
+    """Return the ids that are stated; none at all, as ModelOpt has it, are those of the default, too."""
+    return None if keys.content.get(_LAYER_IDS) == [] else keys.integers(_LAYER_IDS, least=least)
 
 
 def _of_inputs(ids: tuple[int, ...], *, is_defined: bool) -> tuple[int, ...]:

@@ -18,6 +18,19 @@ from specdec.model.checkpoint import CONFIG_FILE
 _AUTO_CONFIG: Any = AutoConfig
 _BY_LAYER = ("layer_types", "mlp_layer_types")
 """Keys with an entry for each layer."""
+_NULL_IS_DEFAULT = (
+    "attention_bias",
+    "attention_dropout",
+    "hidden_act",
+    "initializer_range",
+    "max_position_embeddings",
+    "mlp_bias",
+    "rms_norm_eps",
+    "rope_theta",
+    "tie_word_embeddings",
+    "use_cache",
+)
+"""Keys that transformers takes no null for. Of others (`sliding_window`) null says something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +97,9 @@ class Keys:
             self.positive(name)
         described = without_older_form(self.content)
         described.pop("model_type", None)
+        for name in _NULL_IS_DEFAULT:
+            if described.get(name, "") is None:
+                del described[name]
         if num_layers is not None:
             described["num_hidden_layers"] = num_layers
         if kind == "llama" != stated:

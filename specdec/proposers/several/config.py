@@ -152,6 +152,8 @@ class HeadsDrafter(_AtTarget):
     """Path of the folder of its weights; mtp without it: the target's own folder."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix that they continue, in tokens, where they have K/V of their own; None: the target's."""
+    compile: CompileConfig = CompileConfig()
+    """Compilation of their forward."""
     cache: CacheConfig | None = None
     """K/V of its own, where it has some; None: 256 MiB."""
     kv: OwnKvSelection = KvSelectionConfig()

@@ -36,6 +36,8 @@ from tests.specdec.drafters import published
 from tests.specdec.drafters.conftest import LAYERS, Target, tiny_config
 from tests.specdec.drafters.published import MODEL
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
 
 def same(found: torch.Tensor, stored: torch.Tensor) -> bool:
     return found.dtype == stored.dtype and torch.equal(found, stored)
@@ -212,11 +214,13 @@ def test_eagle3_for_a_target_that_scales_its_embeddings(
     assert "is not the target's" not in caplog.text
 
 
+@pytest.mark.parametrize("ids", [None, []], ids=["no list", "an empty one"])
 def test_eagle3_that_does_not_say_what_it_fuses(
-    folder: Path, target: Target, caplog: pytest.LogCaptureFixture
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture, ids: list[int] | None
 ) -> None:
+    """ModelOpt writes an empty list."""
     config, tensors = published.eagle3()
-    del config["eagle_config"]
+    config |= {"eagle_config": {LAYER_IDS: ids}, LAYER_IDS: ids}
     published.write(folder, config, tensors, MODEL)
     assert load_drafter(folder, target.parts).hidden_layers == (2, 2, 1)
     said = "no eagle_aux_hidden_state_layer_ids: the states after 2, 2, 1 layers are assumed to be fused"
@@ -514,12 +518,17 @@ def test_the_demo_targets_module_loads() -> None:
         (torch.float32, torch.bfloat16),
         (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
     ],
 )
 def test_embeddings_of_the_target_are_not_kept_twice(
     folder: Path, target: Target, of_target: torch.dtype, stored: torch.dtype
 ) -> None:
     """EAGLE's, rounded to whichever numbers: of the head in its file, or of the target that is served."""
+    with torch.no_grad():
+        # Far below what fp16 has with all its digits.
+        target.parts.embeddings.weight[3] *= 1e-6  # type: ignore[index, operator]
     target.model.to(of_target)  # type: ignore[arg-type]
     head = Eagle(target.parts, tiny_config(num_hidden_layers=1)).to(stored)
     save_eagle(head, folder)

@@ -15,6 +15,7 @@ from specdec.core.errors import CheckpointError
 from specdec.drafters.attention import CausalRows
 from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, TargetParts
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
+from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle import Eagle
@@ -211,6 +212,43 @@ class TestLayersOfEagle:
         assert torch.equal(logits_of(head, target, tokens), logits_of(plain, target, tokens))
         assert isinstance(head, Eagle | Eagle3)
         assert [layer.sliding_window for layer in head.attention_layers] == [None]
+
+    @pytest.mark.parametrize("name", ["eagle", "eagle3"])
+    @pytest.mark.parametrize("kind", ["llama", "qwen2"])
+    def test_null_where_a_default_is_meant(
+        self, folder: Path, target: Target, tokens: torch.Tensor, name: str, kind: str
+    ) -> None:
+        config, tensors = getattr(published, name)()
+        config |= {"model_type": kind, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+        plain = loaded(folder / "plain", target, config, tensors)
+        nulls = (
+            "attention_bias",
+            "attention_dropout",
+            "hidden_act",
+            "initializer_range",
+            "max_position_embeddings",
+            "mlp_bias",
+            "rms_norm_eps",
+            "rope_theta",
+            "tie_word_embeddings",
+            "use_cache",
+        )
+        head = loaded(folder, target, config | dict.fromkeys(nulls), tensors)
+        assert torch.equal(logits_of(head, target, tokens), logits_of(plain, target, tokens))
+
+    def test_a_null_that_says_something(self, folder: Path) -> None:
+        """A Mistral's default is a window."""
+        keys = Keys(folder, published.LAYER_CONFIG | {"model_type": "mistral", "sliding_window": None})
+        assert keys.layer_config().sliding_window is None
+
+    @pytest.mark.parametrize("name", ["eagle", "eagle3"])
+    def test_padding_of_another_vocabulary(
+        self, folder: Path, target: Target, tokens: torch.Tensor, name: str
+    ) -> None:
+        config, tensors = getattr(published, name)()
+        plain = loaded(folder / "plain", target, config, tensors)
+        head = loaded(folder, target, config | {"pad_token_id": VOCAB}, tensors)
+        assert torch.equal(logits_of(head, target, tokens), logits_of(plain, target, tokens))
 
     def test_a_window_that_is_switched_off(self, folder: Path, target: Target) -> None:
         config, tensors = published.eagle()

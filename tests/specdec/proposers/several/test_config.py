@@ -140,6 +140,35 @@ def test_what_does_not_go_together(config: dict[str, Any], complaint: str) -> No
         SpeculativeConfig.model_validate({"method": "several"} | config)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("dtype", "float16"),
+        ("device", "cpu"),
+        ("num_threads", 2),
+        ("compile", {"mode": "off"}),
+        ("cache", {"num_blocks": 5}),
+        ("kv", STREAMING),
+        ("prompt_lookup_min", 1),
+        ("prompt_lookup_max", 9),
+        ("max_model_len", 64),
+        ("trust_remote_code", True),
+    ],
+)
+def test_what_is_of_one_drafter_is_not_written_beside_them(key: str, value: Any) -> None:
+    """It would be ignored."""
+    with pytest.raises(ValidationError, match=rf"{key}.* write it with those of `drafters`"):
+        several(LOOKUP, MODEL, **{key: value})
+    defaults = SpeculativeConfig().model_dump()
+    assert several(LOOKUP, MODEL, **{key: defaults[key]}) == several(LOOKUP, MODEL)
+
+
+def test_heads_are_compiled_as_their_entry_says() -> None:
+    config = several(LOOKUP, {**HEADS, "compile": {"mode": "off"}})
+    assert config.at_target.compile.mode == "off"
+    assert several(LOOKUP, HEADS).at_target == SpeculativeConfig(method="eagle3", model="/models/heads")
+
+
 def test_what_the_target_cannot_do_names_the_drafter() -> None:
     target = {"model": "/models/target", "pipeline_parallel_size": 2}
     with pytest.raises(ValidationError, match=r"drafters\[1\] \(window\): .*pipeline_parallel_size: 2 yet"):
