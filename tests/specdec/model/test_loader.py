@@ -606,7 +606,7 @@ def test_attention_in_both_directions_among_images_is_no_reason(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("value", [True, "all"])
-def test_attention_in_both_directions_among_tokens_is_refused(tmp_path: Path, value: object) -> None:
+def test_attention_in_both_directions_among_tokens_is_refused(tmp_path: Path, value: Any) -> None:
     config = (
         transformers.Gemma4TextConfig(**GEMMA4, use_bidirectional_attention=value)
         if value == "all"

@@ -38,6 +38,13 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 0,
 }
+DIFFERENT_HEADS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 101,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+}
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "uneven": transformers.LlamaConfig(**SMALL),
     "one key/value head": transformers.LlamaConfig(
@@ -170,14 +177,7 @@ def on_paper(config: transformers.PretrainedConfig) -> torch.nn.Module:
         (transformers.OPTConfig(vocab_size=64, hidden_size=32, num_attention_heads=4), 2, "no tp_plan"),
         (transformers.LlamaConfig(**{**SMALL, "vocab_size": 1, "pad_token_id": None}), 2, "1 token ids"),
         (
-            transformers.Gemma4TextConfig(
-                **SMALL,
-                layer_types=["sliding_attention", "full_attention"],
-                hidden_size_per_layer_input=0,
-                vocab_size_per_layer_input=101,
-                attention_k_eq_v=True,
-                num_global_key_value_heads=1,
-            ),
+            transformers.Gemma4TextConfig(**SMALL, **DIFFERENT_HEADS),
             2,
             "layers have different numbers of heads .num_key_value_heads is 2 and 1.",
         ),
