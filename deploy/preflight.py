@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import socket
 from collections.abc import Iterator, Sequence
@@ -313,8 +312,3 @@ def _num_gpus(clusters: Sequence[ClusterConfig]) -> float:
     import torch
 
     return float(torch.cuda.device_count())
-
-
-def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))

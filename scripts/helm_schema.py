@@ -155,6 +155,7 @@ class Serve(Block):
     deployments: list[Kubernetes] = []
     autoscaling_policy: Kubernetes = {}
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    host: Literal["0.0.0.0", "::"] = "0.0.0.0"
 
 
 class Service(Block):
@@ -262,6 +263,9 @@ class Values(Block):
     extra_objects: list[Kubernetes | str] = []
     global_: Kubernetes = Field(default={}, alias="global")
     """Helm's own, for charts that have this one as a part."""
+    enabled: bool = True
+    """Of charts that have this one as a part, where that depends on it (`condition`): Helm hands it on."""
+    tags: Kubernetes = {}
 
 
 def schema() -> dict[str, Any]:

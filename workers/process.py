@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from specdec.core.control_groups import usable_cpus
 from specdec.kv.host_memory import give_back_freed
 from specdec.transport.base import PeerId
 from workers.logs import make_formatter, mute_imports
@@ -33,11 +34,11 @@ def prepare_threads(num_threads: int | None) -> int:
     """Set the thread count and the spinning of OpenMP, which are read when torch is first loaded.
 
     Ray sets OMP_NUM_THREADS from an actor's CPUs; here the configuration decides, None meaning all cores
-    of the process. Returns the number of threads.
+    of the process that its container's quota lets it use. Returns the number of threads.
     """
     if "torch" in sys.modules:
         logger.warning("torch is loaded already: OpenMP's spinning cannot be set any more in this process")
-    count = num_threads or len(os.sched_getaffinity(0))
+    count = num_threads or usable_cpus()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(count)
     os.environ.setdefault("GOMP_SPINCOUNT", str(_SPIN_COUNT))

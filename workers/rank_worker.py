@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from specdec.core.control_groups import usable_cpus
 from specdec.core.errors import UserError
 from specdec.engine.config import EngineConfig
 from workers.process import give_way, prepare_logging, prepare_threads, require_own_gpus_used
@@ -127,7 +128,7 @@ def threads_per_rank(num_threads: int | None, size: int) -> int | None:
     """Return the threads of one rank: as configured, else an equal share of this process's cores."""
     if num_threads is not None or size == 1:
         return num_threads
-    return max(1, len(os.sched_getaffinity(0)) // size)
+    return max(1, usable_cpus() // size)
 
 
 def own_host(store_host: str) -> str:

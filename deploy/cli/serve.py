@@ -38,10 +38,10 @@ from deploy.preflight import (
     check_models,
     check_port,
     check_proxy,
-    usable_cpus,
     warnings_of,
 )
 from deploy.proxies import ProxyKind, local_haproxy, proxy_environment
+from specdec.core.control_groups import usable_cpus
 from specdec.core.errors import DrafthouseError, UserError
 
 if TYPE_CHECKING:

@@ -16,6 +16,8 @@ _COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
 _NO_ROOM, _WITH_DRAFTS = 'reason=~"place|memory"', 'k!="0"'
 
 _FEW_FAILURES = 2.5
+_NEARLY_ALL = 0.9
+"""A share of requests that is a disaster whatever was promised."""
 """In the long window: three are more. An increase is that of the samples, stretched to the whole window."""
 _WERE_THERE = _6H.lowest("http_requests_in_progress")
 """Jobs, of the last hours."""
@@ -38,7 +40,11 @@ def _burns(
     short, long = windows
     # Where there are few requests, one that fails is a share of them that looks like a disaster.
     not_one_alone = f"{num_failed(Scope(window=long))} > {_FEW_FAILURES}"
-    share = f"{num_budgets * (1 - objectives.share_answered):.6g}"
+    allowed = num_budgets * (1 - objectives.share_answered)
+    often = f"{num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} allows"
+    if allowed > _NEARLY_ALL:  # so many times as many as may fail would be more than there are
+        allowed, often = _NEARLY_ALL, f"{_NEARLY_ALL:.0%} of them or more"
+    share = f"{allowed:.6g}"
     return Alert(
         name=f"DrafthouseErrorBudgetBurns{name}",
         expression=f"{FAILED[short]} > {share} and {FAILED[long]} > {share} and {not_one_alone}",
@@ -46,8 +52,7 @@ def _burns(
         severity=severity,
         summary="{{ $labels.job }}: {{ $value | humanizePercentage }} of requests fail",
         description="Requests for text to {{ $labels.job }} fail, with status 500 or more or in the middle "
-        f"of a stream, {num_budgets:g} times as often as the objective of {objectives.share_answered:.6g} "
-        f"allows, for {short} and for {long}.",
+        f"of a stream, {often}, for {short} and for {long}.",
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-_ROOT = Path("/")
+from specdec.core.control_groups import ROOT, folders_of, lines_of, number_of
+
 _KIB = 1024
 
 
-def available_bytes(root: Path = _ROOT) -> int | None:
+def available_bytes(root: Path = ROOT) -> int | None:
     """Return what the machine has left, or the tightest control group around this process if that is less.
 
     Page cache that can be dropped counts as left. None where the system does not say (not Linux).
@@ -39,7 +40,7 @@ class PeakMemory:
     peak.grown_bytes
     """
 
-    def __init__(self, root: Path = _ROOT) -> None:
+    def __init__(self, root: Path = ROOT) -> None:
         self._process = root / "proc/self"
         self._before: int | None = None
         self.grown_bytes = 0
@@ -66,45 +67,23 @@ def _of_machine(root: Path) -> int | None:
 
 def _of_groups(root: Path) -> Iterator[int | None]:
     """Yield what is left of every control group's limit, from this process's own outward."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            folder = root / "sys/fs/cgroup"
-            names = ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            folder = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for folder in folders_of("memory", root):
+        if (folder / "memory.max").exists():
+            yield _left_of(folder, "memory.max", "memory.current", "inactive_file")
         else:
-            continue
-        # Inside a container its own group may be mounted as the root: paths that do not exist say nothing.
-        group = PurePosixPath(path)
-        for ancestor in (group, *group.parents):
-            yield _left_of(folder / str(ancestor).lstrip("/"), *names)
+            yield _left_of(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _left_of(folder: Path, limit_name: str, usage_name: str, reclaimable_name: str) -> int | None:
-    limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+    limit, usage = number_of(folder / limit_name), number_of(folder / usage_name)
     if limit is None or usage is None:
         return None
     return limit - usage + (_amount(folder / "memory.stat", reclaimable_name, unit_bytes=1) or 0)
 
 
-def _number(file: Path) -> int | None:
-    text = "".join(_lines(file)).strip()
-    return int(text) if text.isdigit() else None  # "max": no limit
-
-
 def _amount(file: Path, key: str, *, unit_bytes: int = _KIB) -> int | None:
-    for line in _lines(file):
+    for line in lines_of(file):
         words = line.split()
         if words and words[0].rstrip(":") == key:
             return int(words[1]) * unit_bytes
     return None
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []

@@ -25,7 +25,9 @@ HAPROXY = HttpConfig(proxy="haproxy")
 def test_the_file_for_ray_start_says_what_the_code_says() -> None:
     text = (ROOT / "deploy" / "ray" / "haproxy.env").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    assert dict(line.split("=", 1) for line in lines) == proxy_environment("haproxy")
+    told = dict(line.split("=", 1) for line in lines)
+    assert told.pop("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS") == "1", "not of proxies"
+    assert told == proxy_environment("haproxy")
 
 
 def test_images_have_the_command_where_it_is_said_to_be() -> None:

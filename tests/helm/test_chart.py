@@ -170,6 +170,8 @@ def test_every_key_of_the_configuration_is_a_value_or_decided_by_the_chart() -> 
 def test_values_file_shows_every_key() -> None:
     """What is not in values.yaml nobody finds."""
     schema = helm_schema.schema()
+    for name in ("enabled", "tags"):  # Helm's own, of charts that have this one as a part
+        del schema["properties"][name]
 
     def missing(block: dict[str, Any], values: Any, at: str) -> list[str]:
         found = []
@@ -270,6 +272,8 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         ("gpu", fixed_and_scaled("DraftPool"), "DraftPool: num_replicas 1 contradicts autoscaling_config"),
         (None, overriding("Router"), "no deployment Router here; known: Coordinator, Ingress"),
         (None, overriding("DraftPool"), "no deployment DraftPool here"),
+        (None, overriding("Coordinator", 0, 1), "config.cluster.target_groups.autoscaling.min_groups: 0"),
+        ("gpu", overriding("DraftPool", 0, 1), "config.cluster.draft_pool.autoscaling.min_workers: 0"),
         (None, overriding("Coordinator", 3, 2), "Coordinator: min_replicas 3 is more than max_replicas 2"),
         ("gpu", overriding("Coordinator", 1, 2), "2, but there are pods for 1: raise target.maxGroups"),
         ("gpu", overriding("DraftPool", 1, 3), "3, but there are pods for 2: raise draft.maxWorkers"),
@@ -450,12 +454,12 @@ def test_ranks_of_a_layer_may_leave_a_pod_where_a_group_has_more_pods_than_stage
             {
                 "serve": {
                     "deployments": [
-                        {"name": "Coordinator", "autoscaling_config": {"min_replicas": 0, "max_replicas": 3}},
+                        {"name": "Coordinator", "autoscaling_config": {"min_replicas": 1, "max_replicas": 3}},
                         {"name": "DraftPool", "autoscaling_config": {"min_replicas": 2, "max_replicas": 3}},
                     ]
                 }
             },
-            (0, 2),
+            (1, 2),
             id="of Serve alone",
         ),
     ],
@@ -580,6 +584,33 @@ def test_every_pod_knows_which_proxy_runs(kind: ProxyKind) -> None:
         told = {one["name"]: one["value"] for one in container["env"] if one["name"].startswith("RAY_SERVE")}
         del told["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"]  # not of proxies
         assert told == proxy_environment(kind)
+
+
+def test_a_null_takes_back_what_another_file_gave() -> None:
+    config = {"cluster": {"target_groups": {"autoscaling": None}}, "http": {"served_model_name": None}}
+    assert serve_config({"config": config})["applications"][0]["name"] == "drafthouse"
+    override = {"name": "Coordinator", "autoscaling_config": None, "max_ongoing_requests": 100}
+    assert serve_config({"serve": {"deployments": [override]}})
+
+
+def test_pools_may_be_empty_where_the_doors_know_it() -> None:
+    values = merged(overriding("Coordinator", 0, 1), scaling("target_groups", min_groups=0, max_groups=1))
+    (_, override) = serve_config(merged(values, {"autoscaling": {"enabled": True}}))["applications"][0][
+        "deployments"
+    ]
+    assert override["autoscaling_config"]["min_replicas"] == 0
+
+
+def test_doors_and_dashboard_listen_where_pods_have_addresses() -> None:
+    for host in ("0.0.0.0", "::"):
+        values = {"serve": {"host": host}}
+        assert serve_config(values)["http_options"]["host"] == host
+        head = ray_service(values)["spec"]["rayClusterConfig"]["headGroupSpec"]
+        assert head["rayStartParams"]["dashboard-host"] == host
+
+
+def test_a_chart_that_has_this_one_as_a_part_may_depend_on_a_condition() -> None:
+    assert serve_config({"enabled": True, "tags": {"llm": True}})
 
 
 def test_overrides_of_deployments_reach_serve() -> None:

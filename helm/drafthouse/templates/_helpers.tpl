@@ -190,12 +190,21 @@ leads to all pods (ingress.enabled: false): those without a proxy have to be lef
 {{- if and .Values.ingress.enabled (gt (int .Values.target.nodesPerGroup) 1) -}}yes{{- end -}}
 {{- end -}}
 
+{{/* The autoscaling of a pool of config.cluster: {} where there is none, or null takes back what there was. */}}
+{{- define "drafthouse.scaling" -}}
+{{- $cluster := get .config "cluster" | default dict -}}
+{{- $pool := get $cluster .pool | default dict -}}
+{{- get $pool "autoscaling" | default dict | toYaml -}}
+{{- end -}}
+
 {{/* Most target groups that Serve may be asked for. */}}
 {{- define "drafthouse.mostGroups" -}}
-{{- $most := dig "cluster" "target_groups" "autoscaling" "max_groups" .Values.target.groups .Values.config | int -}}
+{{- $scaling := include "drafthouse.scaling" (dict "config" .Values.config "pool" "target_groups") | fromYaml -}}
+{{- $most := get $scaling "max_groups" | default .Values.target.groups | int -}}
 {{- range .Values.serve.deployments -}}
 {{- if eq (toString .name) "Coordinator" -}}
-{{- $most = dig "autoscaling_config" "max_replicas" (dig "num_replicas" 0 . | int | default $most) . | int -}}
+{{- $bounds := get . "autoscaling_config" | default dict -}}
+{{- $most = get $bounds "max_replicas" | default (dig "num_replicas" 0 . | int | default $most) | int -}}
 {{- end -}}
 {{- end -}}
 {{- $most -}}
@@ -227,13 +236,13 @@ Fewest groups or workers of a pool: with the autoscaler, as many as Serve may go
 {{- define "drafthouse.fewest" -}}
 {{- $fewest := int .number -}}
 {{- if .root.Values.autoscaling.enabled -}}
-{{- with dig "cluster" .pool "autoscaling" dict .root.Values.config -}}
+{{- with include "drafthouse.scaling" (dict "config" .root.Values.config "pool" .pool) | fromYaml -}}
 {{- $fewest = min $fewest (dig $.bound 1 . | int) -}}
 {{- end -}}
 {{- $deployment := ternary "Coordinator" "DraftPool" (eq .pool "target_groups") -}}
 {{- range .root.Values.serve.deployments -}}
 {{- if eq (toString .name) $deployment -}}
-{{- with dig "autoscaling_config" dict . -}}
+{{- with get . "autoscaling_config" -}}
 {{- $fewest = min $fewest (dig "min_replicas" 1 . | int) -}}
 {{- end -}}
 {{- end -}}
@@ -364,21 +373,22 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- if include "drafthouse.hasDraftPool" . -}}
 {{- $_ := set $rooms "DraftPool" (max (int $values.draft.workers) (int $values.draft.maxWorkers)) -}}
 {{- end -}}
-{{- $cluster := dig "cluster" dict $values.config -}}
-{{- $mostGroups := dig "target_groups" "autoscaling" "max_groups" 0 $cluster | int -}}
+{{- $groupScaling := include "drafthouse.scaling" (dict "config" $values.config "pool" "target_groups") | fromYaml -}}
+{{- $workerScaling := include "drafthouse.scaling" (dict "config" $values.config "pool" "draft_pool") | fromYaml -}}
+{{- $mostGroups := get $groupScaling "max_groups" | int -}}
 {{- if gt $mostGroups (get $rooms "Coordinator" | int) -}}
 {{- fail (printf "config.cluster.target_groups.autoscaling: max_groups %d, but there are pods for %d: raise target.maxGroups" $mostGroups (get $rooms "Coordinator" | int)) -}}
 {{- end -}}
-{{- $mostWorkers := dig "draft_pool" "autoscaling" "max_workers" 0 $cluster | int -}}
+{{- $mostWorkers := get $workerScaling "max_workers" | int -}}
 {{- if and (hasKey $rooms "DraftPool") (gt $mostWorkers (get $rooms "DraftPool" | int)) -}}
 {{- fail (printf "config.cluster.draft_pool.autoscaling: max_workers %d, but there are pods for %d: raise draft.maxWorkers" $mostWorkers (get $rooms "DraftPool" | int)) -}}
 {{- end -}}
-{{- $bounds := list (list "target_groups" "groups" "target.groups" (int $target.groups)) -}}
+{{- $bounds := list (list "target_groups" "groups" "target.groups" (int $target.groups) $groupScaling) -}}
 {{- if hasKey $rooms "DraftPool" -}}
-{{- $bounds = append $bounds (list "draft_pool" "workers" "draft.workers" (int $values.draft.workers)) -}}
+{{- $bounds = append $bounds (list "draft_pool" "workers" "draft.workers" (int $values.draft.workers) $workerScaling) -}}
 {{- end -}}
 {{- range $bounds -}}
-{{- $scaling := dig (index . 0) "autoscaling" dict $cluster -}}
+{{- $scaling := index . 4 -}}
 {{- if $scaling -}}
 {{- $kind := index . 1 -}}
 {{- $least := dig (printf "min_%s" $kind) 1 $scaling | int -}}
@@ -395,8 +405,17 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- if not (hasKey $rooms (toString .name)) -}}
 {{- fail (printf "serve.deployments: there is no deployment %s here; known: %s" (toString .name) (keys $rooms | sortAlpha | join ", ")) -}}
 {{- end -}}
-{{- $least := dig "autoscaling_config" "min_replicas" 1 . | int -}}
-{{- $most := dig "autoscaling_config" "max_replicas" 0 . | int -}}
+{{- $bounds := get . "autoscaling_config" | default dict -}}
+{{- $least := get $bounds "min_replicas" | default (ternary 0 1 (hasKey $bounds "min_replicas")) | int -}}
+{{- $most := get $bounds "max_replicas" | default 0 | int -}}
+{{- $pool := get (dict "Coordinator" "target_groups" "DraftPool" "draft_pool") .name -}}
+{{- if and $pool (eq $least 0) -}}
+{{- $kind := ternary "groups" "workers" (eq $pool "target_groups") -}}
+{{- $scaling := ternary $groupScaling $workerScaling (eq $pool "target_groups") -}}
+{{- if or (not $scaling) (ne (get $scaling (printf "min_%s" $kind) | default (ternary 0 1 (hasKey $scaling (printf "min_%s" $kind))) | int) 0) -}}
+{{- fail (printf "serve.deployments: %s: min_replicas 0: the doors would not know that they have to wake one; write config.cluster.%s.autoscaling.min_%s: 0 (beside it, or instead)" .name $pool $kind) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $most (gt $least $most) -}}
 {{- fail (printf "serve.deployments: %s: min_replicas %d is more than max_replicas %d" .name $least $most) -}}
 {{- end -}}

@@ -57,7 +57,7 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- if $values.serve.autoscalingPolicy -}}{{- $_ := set $application "autoscaling_policy" $values.serve.autoscalingPolicy -}}{{- end -}}
 proxy_location: EveryNode
 http_options:
-  host: 0.0.0.0
+  host: {{ ternary "0.0.0.0" (quote $values.serve.host) (eq $values.serve.host "0.0.0.0") }}
   port: 8000
   {{- if $values.tls.existingSecret }}
   ssl_keyfile: /etc/drafthouse/tls/tls.key

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cluster.series import CLUSTER_SERIES
+from deploy.monitoring.alerts import availability_alerts
 from deploy.monitoring.objectives import Objectives
 from deploy.monitoring.promql import PREFIX
 from deploy.monitoring.rule import Alert
@@ -472,3 +473,13 @@ def test_links_go_where_the_documentation_is_published() -> None:
 def test_objectives_that_cannot_be_checked_are_refused(wrong: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
         Objectives(**wrong)
+
+
+@pytest.mark.parametrize("answered", [0.999, 0.95, 0.9, 0.5])
+def test_whatever_was_promised_an_outage_burns_the_budget(answered: float) -> None:
+    burns = [one for one in availability_alerts(Objectives(share_answered=answered)) if "Burns" in one.name]
+    assert len(burns) == 2
+    for alert in burns:
+        shares = [float(text) for text in re.findall(r"> ([0-9.]+) and", alert.expression)]
+        assert shares
+        assert max(shares) <= 0.9
