@@ -122,6 +122,7 @@ def controller_for(
         drafter_caps=drafter_caps,
         budgeted_drafter=place,
         tree_levels=tuple(levels_of(tree_shape(one.tree)) for one in speculative.choices),
+        looks_first=speculative.lookup_first is not None,
         kv_budgets=() if budgeted is None else budgeted.kv.budgets,
         keeps_kv_budgets=budgeted is not None and not budgeted.is_self_drafting,
     )

@@ -224,7 +224,11 @@ class GoodputController:
     def _owed(self, observation: RoundObservation, decision: Decision) -> Mapping[RequestId, int]:
         """Return whose drafts should have been there, and how many: not of those that were still read."""
         if not self._settling.is_catching_up:
-            return self._continuations.owed(observation, decision)
+            owed = self._continuations.owed(observation, decision)
+            if not self._settings.looks_first or not observation.stand_ins:
+                return owed
+            found = {one.request_id for one in observation.stand_ins}
+            return {one: budget for one, budget in owed.items() if one not in found}
         there = {one.request_id for one in observation.outcomes}
         return {one: budget for one, budget in observation.budgets.items() if one in there}
 

@@ -44,6 +44,9 @@ class ControllerSettings:
     """By drafter, of one that is alone too: how many levels trees of 1, 2, ... nodes have
     (`ProposerCapabilities.tree_levels`)."""
 
+    looks_first: bool = False
+    """Whether lookups go before the drafter (`ProposerCapabilities.looks_first`): for whom something was
+    found, the drafter was not asked, and owes nothing."""
     kv_budgets: tuple[KvBudget, ...] = ()
     """What drafts of a request may attend to; of several, one is picked for each request."""
     keeps_kv_budgets: bool = False

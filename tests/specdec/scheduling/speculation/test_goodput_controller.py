@@ -1230,6 +1230,37 @@ def test_guesses_behind_what_stands_in_begin_with_what_would_have_been_drafted()
     assert foreign[0] > own[0], "they hardly ever stand"
 
 
+@pytest.mark.parametrize("looks_first", [False, True])
+def test_for_whom_something_was_found_the_drafter_owes_nothing(looks_first: bool) -> None:
+    """Else a drafter that half of the rounds do without seems to have nothing half of the time."""
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",), looks_first=looks_first)
+    requests = [fake_request(f"r{index}", 128) for index in range(4)]
+    for number in range(100):
+        chosen = bounded_choice(controller, requests)
+        found = [(number + index) % 2 == 0 for index in range(4)]
+        outcomes = [
+            DraftOutcome(request_id=one.request_id, num_drafted=k, num_accepted=k)
+            for one, k in zip(requests, chosen, strict=True)
+        ]
+        controller.observe(
+            RoundObservation(
+                num_rows=4 + sum(chosen),
+                num_sequences=4,
+                num_committed=4 + sum(chosen),
+                draft_s=0.002,
+                verify_s=0.006,
+                outcomes=[one for one, it in zip(outcomes, found, strict=True) if one.num_drafted and not it],
+                stand_ins=[one for one, it in zip(outcomes, found, strict=True) if one.num_drafted and it],
+                num_decoding=4,
+                context_tokens=512,
+                budgets={one.request_id: k for one, k in zip(requests, chosen, strict=True) if k},
+            )
+        )
+        controller.think()
+    present = controller._facts.estimate(requests).filled[:, 0].mean()
+    assert bool(present > 0.9) == looks_first, present
+
+
 def test_answers_that_are_always_late_end_drafting_ahead() -> None:
     """Continuations are prepared, but no answer comes in time: another way is found, and k = 0 is not it."""
     controller = controller_of(profile_of(COSTS["gpu"]), ("lockstep", "draft_ahead"))
