@@ -1,8 +1,14 @@
-"""Starting the first replica of a deployment that has none: Serve does so for a call that waits for one."""
+"""Starting the first replica of a deployment that has none: Serve does so for a call that waits for one.
+
+The first call by a handle looks Serve's controller up, and waits for Ray's head, which may be away for a
+minute. So calls are made in threads of their own.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,10 +22,15 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 60.0
 """A call that has brought nothing is made anew after so long: it may have been lost."""
+_FAILURES = (RayError, RayServeException, ValueError)
+"""The last: Ray's head knows of no controller, as while it begins anew."""
 
 
 class PoolWaker:
-    """Wakes the draft pool when a coordinator has work and there is no draft worker. One thread."""
+    """Wakes the draft pool when a coordinator has work and there is no draft worker.
+
+    For the coordinator's channel thread, in which nothing may wait.
+    """
 
     def __init__(self, pool: Any, config: DraftPoolConfig) -> None:
         """`pool` is the deployment's handle."""
@@ -27,17 +38,24 @@ class PoolWaker:
         self._pool = pool if scaling is not None and scaling.min_workers == 0 else None
         self._call: Any = None
         self._called_s = -_AGAIN_S
+        self._calling: threading.Thread | None = None
 
     def consider(self, *, is_needed: bool) -> None:
-        """Look whether to call; does not wait for an answer."""
+        """Look whether to call; waits neither for an answer nor for Ray."""
         if self._pool is None or not is_needed or time.monotonic() < self._called_s + _AGAIN_S:
             return
+        if self._calling is not None and self._calling.is_alive():
+            return
         self._called_s = time.monotonic()
+        self._calling = threading.Thread(target=self._wake, args=(self._pool,), name="wake-pool", daemon=True)
+        self._calling.start()
+
+    def _wake(self, pool: Any) -> None:
         if self._call is not None:
             self._call.cancel()
         try:
-            self._call = self._pool.wake.remote()
-        except (RayError, RayServeException) as error:
+            self._call = pool.wake.remote()
+        except _FAILURES as error:
             logger.warning("the draft pool could not be woken: %s", error)
 
 
@@ -46,8 +64,8 @@ def waker_of(coordinators: Any) -> Callable[[], Awaitable[None]]:
 
     async def wake() -> None:
         try:
-            await coordinators.wake.remote()
-        except (RayError, RayServeException) as error:
+            await (await asyncio.to_thread(coordinators.wake.remote))
+        except _FAILURES as error:
             logger.warning("the target groups could not be woken: %s", error)
 
     return wake

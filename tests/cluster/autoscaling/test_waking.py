@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from ray.serve.exceptions import RayServeException
@@ -34,6 +35,28 @@ class Call:
         self.is_cancelled = True
 
 
+class Stuck(Method):
+    """Its calls wait for Ray's head, which is away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_called, self.is_back = threading.Event(), threading.Event()
+        self.num_begun = 0
+
+    def remote(self) -> Call:
+        self.num_begun += 1
+        self.is_called.set()
+        assert self.is_back.wait(30)
+        return super().remote()
+
+
+def consider(waker: PoolWaker, *, is_needed: bool) -> None:
+    """Have it called, and be through with it."""
+    waker.consider(is_needed=is_needed)
+    if waker._calling is not None:
+        waker._calling.join(30)
+
+
 def config(min_workers: int) -> DraftPoolConfig:
     return DraftPoolConfig.model_validate({"autoscaling": {"min_workers": min_workers, "max_workers": 2}})
 
@@ -43,21 +66,59 @@ def test_the_pool_is_woken_once_per_minute_while_it_is_needed(monkeypatch: pytes
     monkeypatch.setattr("cluster.autoscaling.waking.time.monotonic", lambda: now_s)
     pool = Method()
     waker = PoolWaker(pool, config(0))
-    waker.consider(is_needed=False)
+    consider(waker, is_needed=False)
     assert not pool.calls
     for _ in range(50):
-        waker.consider(is_needed=True)
+        consider(waker, is_needed=True)
         now_s += 1.0
     assert len(pool.calls) == 1
     now_s += 20.0
-    waker.consider(is_needed=True)
+    consider(waker, is_needed=True)
     assert [call.is_cancelled for call in pool.calls] == [True, False]
+
+
+def test_while_the_head_is_away_no_coordinator_waits_and_one_call_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("cluster.autoscaling.waking.time.monotonic", lambda: now_s)
+    pool = Stuck()
+    waker = PoolWaker(pool, config(0))
+    waker.consider(is_needed=True)  # would wait for ever
+    assert pool.is_called.wait(30)
+    now_s += 100.0
+    waker.consider(is_needed=True)
+    assert pool.num_begun == 1
+    pool.is_back.set()
+    assert waker._calling is not None
+    waker._calling.join(30)
+    consider(waker, is_needed=True)
+    assert [call.is_cancelled for call in pool.calls] == [True, False]
+
+
+def test_while_the_head_is_away_a_door_goes_on() -> None:
+    class Answered(Stuck):
+        def remote(self) -> Call:
+            super().remote()
+            return asyncio.sleep(0)  # type: ignore[return-value]
+
+    groups = Answered()
+
+    async def scene() -> None:
+        waking = asyncio.ensure_future(waker_of(groups)())
+        while not groups.is_called.is_set():  # would never be looked at
+            await asyncio.sleep(0)
+        groups.is_back.set()
+        await waking
+
+    asyncio.run(scene())
+    assert groups.num_begun == 1
 
 
 @pytest.mark.parametrize("pool", [config(1), DraftPoolConfig()])
 def test_a_pool_that_is_never_empty_is_left_alone(pool: DraftPoolConfig) -> None:
     handle = Method()
-    PoolWaker(handle, pool).consider(is_needed=True)
+    consider(PoolWaker(handle, pool), is_needed=True)
     assert not handle.calls
 
 
