@@ -92,6 +92,8 @@ class RequestStats(msgspec.Struct, kw_only=True):
     finished_s: float | None = None
     num_preemptions: int = 0
     num_cached_prompt_tokens: int = 0
+    num_delivered_tokens: int = 0
+    """Of its generated tokens, those of earlier epochs, which it has read and not generated."""
     speculation: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     trace: RoundTrace | None = None
     """Where the request asks for it (`Request.is_traced`)."""

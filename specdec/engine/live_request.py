@@ -99,7 +99,11 @@ class LiveRequest:
         self.kv_variant = self._present_variant()
         """Which K/V it has in the target's cache, as long as it has any."""
         self.trail = PrefixTrail(request.cache_salt, self.kv_variant)
-        self.stats = RequestStats(arrival_s=arrival_s, trace=RoundTrace() if request.is_traced else None)
+        self.stats = RequestStats(
+            arrival_s=arrival_s,
+            num_delivered_tokens=len(request.delivered_token_ids),
+            trace=RoundTrace() if request.is_traced else None,
+        )
         self.finish: Finish | None = None
         self.grammar: GrammarState | None = None
         """Set before the request runs, where it has one."""

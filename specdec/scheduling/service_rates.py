@@ -145,9 +145,9 @@ class ServiceRates:
         self._saturated_s = 0.0
         self._saturated_finishes = 0.0
         self._service = _Mean()
-        """Seconds from a request's first round to its end."""
+        """Seconds from a request's first round to its end; of those that began here."""
         self._first_token = _Mean()
-        """Seconds per prompt token, cached or not, from the first round to the first token."""
+        """Seconds per token that was read, cached or not, from the first round to the first new token."""
         self._gap = _Mean()
         """Seconds per token after the first."""
         self._length = _Mean()
@@ -202,13 +202,16 @@ class ServiceRates:
         stats = output.stats
         if stats is None or stats.first_scheduled_s is None or stats.finished_s is None:
             return
-        self._service.add(stats.finished_s - stats.first_scheduled_s)
+        num_delivered = stats.num_delivered_tokens
+        if not num_delivered:  # else most of it may have happened elsewhere
+            self._service.add(stats.finished_s - stats.first_scheduled_s)
         self._length.add(output.num_generated_tokens)
         if stats.first_token_s is not None:
             read_s = stats.first_token_s - stats.first_scheduled_s
-            self._first_token.add(read_s, max(1, output.num_prompt_tokens))
-            if output.num_generated_tokens > 1:
-                self._gap.add(stats.finished_s - stats.first_token_s, output.num_generated_tokens - 1)
+            self._first_token.add(read_s, max(1, output.num_prompt_tokens + num_delivered))
+            num_more = output.num_generated_tokens - num_delivered - 1
+            if num_more > 0:
+                self._gap.add(stats.finished_s - stats.first_token_s, num_more)
 
     @property
     def seconds_per_request(self) -> float:

@@ -626,10 +626,22 @@ class TestStatistics:
         assert all(output.stats is None for output in outputs[:-1])
         assert (stats.arrival_s, stats.first_scheduled_s, stats.first_token_s) == (100.0, 101.0, 103.0)
         assert stats.finished_s == clock.now_s()
+        assert stats.num_delivered_tokens == 0
         speculation = stats.speculation
         assert speculation.num_drafts == len(speculation.per_step_drafted) == len(outputs) - 2
         assert speculation.per_step_accepted[0] == 2
         assert speculation.mean_acceptance_length > 2.5
+
+    def test_what_an_earlier_epoch_delivered_is_told_apart(self) -> None:
+        engine = toy_engine()
+        engine.add_request(request(delivered=(2, 3, 4)))
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+        last = outputs[-1]
+        assert last.stats is not None
+        assert last.stats.num_delivered_tokens == 3
+        assert last.num_generated_tokens == 3 + sum(len(output.token_ids) for output in outputs)
 
     def test_snapshot_uses_the_names_of_the_field(self) -> None:
         engine = toy_engine(OracleProposer())
