@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,11 @@ from specdec.engine.draft_placement import (
 )
 from specdec.transport.base import PeerId
 
+logger = logging.getLogger(__name__)
+
+_MOST_DEATHS = 3
+"""A sequence about which so many workers had been asked, and had not answered when they were gone, is taken
+for what ended them. A worker that ends by chance leaves many unanswered: once or twice says nothing."""
 _FEW_TOKENS = 16
 """What one round may bring a sequence: nobody asks how long they take to read."""
 _MOST_WAITED_FOR = 256
@@ -36,9 +42,9 @@ class Placed(Protocol):
 
 
 S = TypeVar("S", bound=Placed)
-Homelessness = Literal["none", "too_long", "memory", "place"]
-"""Why no worker has a sequence: there is none, it is too long for any, none has memory left for it, or no
-place for another one."""
+Homelessness = Literal["none", "too_long", "deadly", "memory", "place"]
+"""Why no worker has a sequence: there is none, it is too long for any, several have died of it, none has
+memory left for it, or no place for another one."""
 
 
 @dataclass(slots=True)
@@ -53,6 +59,11 @@ class Registration:
     """Leading tokens that it has answered for."""
     read_len: int = 0
     """Leading tokens behind which it can draft at once."""
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the worker was told something that it has not answered for."""
+        return self.sent_len > self.confirmed_len
 
     def note_answer(self, committed_len: int, num_unread: int) -> None:
         """The worker has answered for so many tokens, and has yet to read some of them."""
@@ -127,6 +138,10 @@ class DraftRegistry:
         self._set_aside: set[RequestId] = set()
         self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
         """Sequences that workers had room for and no longer have, and when to ask those again."""
+        self._left_silent: dict[PeerId, set[RequestId]] = defaultdict(set)
+        """Sequences that were taken from a silent worker, which may be dead, without an answer."""
+        self._num_deaths: dict[RequestId, int] = {}
+        """Workers that were lost while they had been asked about a sequence."""
         self.links: dict[PeerId, DraftLink] = {}
         self.registrations: dict[RequestId, Registration] = {}
         self.num_moved = 0
@@ -142,8 +157,13 @@ class DraftRegistry:
     def remove(self, worker: PeerId) -> None:
         """This worker is gone, and what it had with it."""
         del self.links[worker]
-        for request_id in [r for r, its in self.registrations.items() if its.worker == worker]:
+        unanswered = self._left_silent.pop(worker, set())
+        for request_id, its in [item for item in self.registrations.items() if item[1].worker == worker]:
             del self.registrations[request_id]
+            if its.is_unanswered:
+                unanswered.add(request_id)
+        for request_id in unanswered:
+            self._note_death(request_id, worker)
         self._changed()
 
     def forget(self, request_id: RequestId) -> None:
@@ -151,6 +171,9 @@ class DraftRegistry:
         self._outgrown.pop(request_id, None)
         self._too_long.discard(request_id)
         self._set_aside.discard(request_id)
+        self._num_deaths.pop(request_id, None)
+        for unanswered in self._left_silent.values():
+            unanswered.discard(request_id)
         self._leave(request_id)
 
     def set_aside(self, request_id: RequestId) -> None:
@@ -167,10 +190,12 @@ class DraftRegistry:
         silent = {
             w for w, its in patience.items() if its.late_for_s(now_s) > self._deadlines.reassign_after_s
         }
+        for worker in self._left_silent.keys() - silent:  # it lives: it has been heard
+            del self._left_silent[worker]
         has_other = bool(silent) and any(its.is_waited_for(now_s) for its in patience.values())
         groups: dict[PeerId, list[S]] = defaultdict(list)
         for sequence in sequences:
-            if sequence.request_id in self._set_aside:
+            if sequence.request_id in self._set_aside or self._is_deadly(sequence.request_id):
                 continue
             if self._max_length is not None and sequence.committed_len >= self._max_length:
                 self._leave(sequence.request_id)
@@ -179,7 +204,9 @@ class DraftRegistry:
                 continue
             registration = self.registrations.get(sequence.request_id)
             if registration is None or (has_other and registration.worker in silent):
-                registration = self._register(sequence.request_id, now_s)
+                before, registration = registration, self._register(sequence.request_id, now_s)
+                if before is not None and before is not registration and before.is_unanswered:
+                    self._left_silent[before.worker].add(sequence.request_id)
             if registration is not None:
                 groups[registration.worker].append(sequence)
         return {worker: group for worker, group in groups.items() if patience[worker].may_ask(now_s)}
@@ -235,6 +262,8 @@ class DraftRegistry:
             return None
         if request_id in self._set_aside or request_id in self._too_long:
             return "too_long"
+        if self._is_deadly(request_id):
+            return "deadly"
         if not self.links:
             return "none"
         return "memory" if request_id in self._outgrown else "place"
@@ -261,6 +290,21 @@ class DraftRegistry:
         if worker is None:
             return self.registrations.get(request_id)
         return self.give(request_id, worker, now_s)
+
+    def _is_deadly(self, request_id: RequestId) -> bool:
+        return self._num_deaths.get(request_id, 0) >= _MOST_DEATHS
+
+    def _note_death(self, request_id: RequestId, worker: PeerId) -> None:
+        number = self._num_deaths[request_id] = self._num_deaths.get(request_id, 0) + 1
+        if number == _MOST_DEATHS:
+            logger.warning(
+                "request %s goes on without drafts: %d draft workers, last %s, were lost while they had been "
+                "asked about it",
+                request_id,
+                number,
+                worker,
+            )
+            self._leave(request_id)
 
     def _leave(self, request_id: RequestId) -> None:
         registration = self.registrations.pop(request_id, None)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+
+import pytest
 
 from specdec.core.ids import RequestId
 from specdec.engine.draft_patience import DraftDeadlineConfig
 from specdec.engine.draft_placement import DraftPlacementConfig
-from specdec.engine.draft_registry import DraftRegistry, Registration
+from specdec.engine.draft_registry import _MOST_DEATHS, DraftRegistry, Registration
 from specdec.transport.base import PeerId
 
 A, B = PeerId("a"), PeerId("b")
@@ -121,6 +124,55 @@ def test_who_has_much_to_read_is_behind() -> None:
     assert bench.registry.behind(A, sequences) == {RequestId("many")}
     bench.registry.registrations[RequestId("many")].note_answer(257, 3)
     assert not bench.registry.behind(A, sequences)
+
+
+def test_nobody_is_asked_about_what_several_workers_died_of(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    deadly, harmless = Placed(RequestId("deadly")), Placed(RequestId("harmless"))
+    with caplog.at_level(logging.WARNING):
+        for number in range(_MOST_DEATHS):
+            assert not caplog.records
+            bench.registry.add(PeerId(f"w{number}"))
+            for its in _registered(bench, [deadly, harmless]).values():
+                its.sent_len = 10
+            bench.registry.registrations[harmless.request_id].note_answer(10, 0)
+            bench.registry.remove(PeerId(f"w{number}"))
+    assert "request deadly goes on without drafts" in caplog.text
+    assert "harmless" not in caplog.text
+    bench.registry.add(A)
+    assert set(_registered(bench, [deadly, harmless])) == {harmless.request_id}
+    assert bench.registry.why_nowhere(deadly.request_id) == "deadly"
+    assert bench.registry.num_too_long == 0
+    bench.registry.forget(deadly.request_id)
+    assert deadly.request_id in _registered(bench, [deadly]), "another one by that name"
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_worker_that_was_silent_before_it_was_gone_has_died_too(is_heard: bool) -> None:
+    """Its sequences had moved on by then; they are innocent where it was heard once more."""
+    bench = Bench()
+    (one,) = some(1)
+    now_s = 0.0
+    for number in range(_MOST_DEATHS):
+        first, second = PeerId(f"first{number}"), PeerId(f"second{number}")
+        bench.registry.add(first)
+        bench.registry.by_worker([one], now_s)
+        bench.registry.registrations[one.request_id].sent_len = 10
+        bench.registry.links[first].patience.missed(now_s)
+        now_s += 2 * DEADLINES.reassign_after_s
+        bench.registry.add(second)
+        bench.registry.by_worker([one], now_s)
+        its = bench.registry.registrations[one.request_id]
+        assert its.worker == second
+        its.sent_len = 10
+        its.note_answer(10, 0)
+        if is_heard:
+            bench.registry.links[first].patience.heard()
+            bench.registry.by_worker([one], now_s)
+        bench.registry.remove(first)
+        bench.registry.remove(second)
+    bench.registry.add(A)
+    assert (one.request_id in _registered(bench, [one])) == is_heard
 
 
 def _registered(bench: Bench, sequences: list[Placed]) -> dict[RequestId, Registration]:
