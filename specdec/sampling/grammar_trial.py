@@ -77,15 +77,9 @@ class GrammarTrial:
             InputError: it is malformed, too complex, or allows nothing.
             OSError: there is no child, and none can be started; nothing is said of the grammar.
         """
-        child = self._child or self._start()
-        assert child.stdin is not None
+        child = self._hand_over(grammar)
         assert child.stdout is not None
-        verdict: _Verdict | None = None
-        try:
-            _send(child.stdin, grammar)
-            verdict = _receive(child.stdout, _Verdict)
-        except BrokenPipeError:
-            pass  # it has died, as when nothing is received
+        verdict = _receive(child.stdout, _Verdict)
         if verdict is None:
             self._child = None
             raise InputError(f"{grammar.param} is too complex: {_cause(child)}", param=grammar.param)
@@ -98,6 +92,21 @@ class GrammarTrial:
         if child is not None:
             child.kill()
             _cause(child)
+
+    def _hand_over(self, grammar: Grammar) -> subprocess.Popen[bytes]:
+        """Give the grammar to the child; to a new one where the child has died before it could read it."""
+        child = self._child
+        if child is not None and child.poll() is None:
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                _send(child.stdin, grammar)
+                return child
+        self.close()
+        child = self._start()
+        assert child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then it has died, and no verdict comes either
+            _send(child.stdin, grammar)
+        return child
 
     def _start(self) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
