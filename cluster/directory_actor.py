@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 
 from cluster.directory import (
     Desertion,
@@ -176,7 +176,7 @@ def current_members(namespace: str) -> tuple[Member, ...]:
         handle: Any = ray.get_actor(DIRECTORY_NAME, namespace=namespace)
         answer = handle.exchange.remote(None, None)
         snapshot: DirectorySnapshot | None = ray.get(answer, timeout=_CALL_TIMEOUT_S)
-    except (RayActorError, GetTimeoutError, ValueError) as error:
+    except (RayError, ValueError) as error:
         logger.info("nobody is known in %s: %s", namespace, error)
         return ()
     return snapshot.members if snapshot is not None else ()

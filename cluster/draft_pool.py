@@ -11,7 +11,7 @@ import msgspec
 from ray.exceptions import RayError, RayTaskError
 
 from cluster.autoscaling.draft_demand import DraftDemand, pool_stats, read_demands
-from cluster.backoff import Backoff
+from cluster.backoff import Attempts
 from cluster.config import ClusterConfig
 from cluster.directory import Member
 from cluster.directory_actor import DirectoryLink
@@ -42,9 +42,14 @@ logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
-_FORGIVEN_AFTER_S = 120.0
 _MAX_ATTEMPTS = 8
 """To start a worker anew. After so many, in a minute or more, it is this place that cannot have one."""
+_SOON_S = 5.0
+"""A worker that is lost earlier counts as not started, or within so many looks at it, as it is seen to be
+lost at the next one only. One that is killed by chance has served for longer."""
+_SOON_LOOKS = 3
+_FORGIVEN_AFTER_S = 60.0
+"""A worker that is lost later is the first one to be lost."""
 _REFUSALS = ("refused_entries", "outgrown_sequences")
 """Of a worker's counters: requests that it had no place or no memory for."""
 _FULL_S = 10.0
@@ -247,10 +252,14 @@ class DraftPoolReplica:
 
         In vain, this ends, and Serve replaces the replica: another place may have what this one lacks.
         """
-        num_failed = 0
-        backoff = Backoff(
-            first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S, forgiven_after_s=_FORGIVEN_AFTER_S
+        attempts = Attempts(
+            most=_MAX_ATTEMPTS,
+            first_s=_FIRST_WAIT_S,
+            longest_s=_LONGEST_WAIT_S,
+            soon_s=max(_SOON_S, _SOON_LOOKS * self._cluster.membership.renew_s),
+            forgiven_after_s=_FORGIVEN_AFTER_S,
         )
+        attempts.began(time.monotonic())
         while self._wait():
             try:
                 assert self._worker is not None
@@ -265,19 +274,27 @@ class DraftPoolReplica:
                     self._demands = self._demands if demands is None else demands
             except TransportError as error:
                 logger.warning("%s; it is replaced", error)
-                try:
-                    self._retire_worker()
-                    self._start_worker()
-                    num_failed = 0
-                except (DrafthouseError, RayError) as failure:
-                    self._retire_worker()  # it may run, and nobody has heard of it
-                    num_failed += 1
-                    if num_failed >= _MAX_ATTEMPTS:
-                        logger.error("no new draft worker in %d attempts: %s", num_failed, failure)
-                        return
-                    wait_s = backoff.failed(time.monotonic())
-                    logger.error("no new draft worker, next attempt in %.1f s: %s", wait_s, failure)
-                    self._stop.wait(wait_s)
+                if not self._replace_worker(attempts):
+                    return
+
+    def _replace_worker(self, attempts: Attempts) -> bool:
+        """Start another worker, in several attempts if need be; return whether there is one."""
+        wait_s = attempts.lost(time.monotonic())
+        self._retire_worker()
+        while not attempts.are_in_vain:
+            if self._stop.wait(wait_s):
+                return False
+            try:
+                self._start_worker()
+            except (DrafthouseError, RayError) as failure:
+                self._retire_worker()  # it may run, and nobody has heard of it
+                wait_s = attempts.failed(time.monotonic())
+                logger.error("no new draft worker, next attempt in %.1f s: %s", wait_s, failure)
+            else:
+                attempts.began(time.monotonic())
+                return True
+        logger.error("no draft worker that stays in %d attempts: this place is given up", attempts.num_failed)
+        return False
 
     def _wait(self) -> bool:
         """Wait until the worker is to be looked after, or there is news for it; return whether to go on."""

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from cluster.backoff import Backoff
+from ray.exceptions import RayError
+
+from cluster.backoff import Attempts
 from cluster.desk import RequestDesk
 from specdec.core.clock import MonotonicClock
 from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
@@ -27,6 +29,10 @@ _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 _MAX_ATTEMPTS = 8
 """To bring a target back. After so many, in a minute or more, it is this place that cannot have one."""
+_SOON_S = 5.0
+"""A target that is lost earlier has not come back. One that is killed by chance has served for longer."""
+_FORGIVEN_AFTER_S = 60.0
+"""A target that is lost later is the first one to be lost."""
 _STOP_S = 5.0
 
 
@@ -74,6 +80,13 @@ class EngineLoop:
         """Outputs of the last round, for when the workers are busy with the next."""
         self.first_error: BaseException | None = None
         """Why the first engine could not be made, if so; the loop has then ended."""
+        self._attempts = Attempts(
+            most=_MAX_ATTEMPTS,
+            first_s=_FIRST_WAIT_S,
+            longest_s=_LONGEST_WAIT_S,
+            soon_s=_SOON_S,
+            forgiven_after_s=_FORGIVEN_AFTER_S,
+        )
         self.num_losses = 0
         self.recovery_s = 0.0
         """Time without a target, all losses together."""
@@ -119,6 +132,7 @@ class EngineLoop:
             return
         try:
             while True:
+                self._attempts.began(time.monotonic())
                 self._serve(engine)
                 engine.close()
                 if self._stopping.is_set():
@@ -190,16 +204,15 @@ class EngineLoop:
         self.num_losses += 1
         self._desk.engine_metrics = {**self._desk.engine_metrics, "target_losses": self.num_losses}
         self._desk.set_target(None)
-        backoff = Backoff(first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S)
-        for _ in range(_MAX_ATTEMPTS):
-            if self._stopping.is_set():
+        wait_s = self._attempts.lost(lost_s)
+        while not self._attempts.are_in_vain:
+            if self._stopping.wait(wait_s):
                 return None
             try:
                 engine = self._source.make_engine(self._deliver_held)
-            except (DrafthouseError, TimeoutError, RuntimeError) as error:
-                wait_s = backoff.failed(time.monotonic())
+            except (DrafthouseError, RayError, TimeoutError, RuntimeError) as error:
+                wait_s = self._attempts.failed(time.monotonic())
                 logger.error("the target cannot be brought back, next attempt in %.1f s: %s", wait_s, error)
-                self._stopping.wait(wait_s)
             else:
                 took_s = time.monotonic() - lost_s
                 self.recovery_s += took_s

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError, TransportError, UserError
 from specdec.core.idle_work import WorkState
@@ -22,7 +22,12 @@ _USER_ERRORS = {
 
 
 class WorkerHandle:
-    """One worker process."""
+    """One worker process.
+
+    Ray says in many ways that there is none: that its memory monitor has ended it (`OutOfMemoryError`), its
+    node has died or its environment cannot be made is no `RayActorError`. So each of Ray's errors counts as
+    its death but `RayTaskError`: what the worker itself has raised.
+    """
 
     def __init__(self, actor: Any, what: str) -> None:
         self._actor = actor
@@ -43,7 +48,7 @@ class WorkerHandle:
         except GetTimeoutError as error:
             self.stop()
             raise ResourceError(f"the {self._what} was not ready after {timeout_s:g} s") from error
-        except (RayTaskError, RayActorError) as error:
+        except RayError as error:
             raise _readable(error, self._what) from error
         return address
 
@@ -61,10 +66,13 @@ class WorkerHandle:
 
         Raises:
             TransportError: the process is dead or does not answer.
+            RayTaskError: what the method has raised.
         """
         try:
             return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout_s)
-        except (RayActorError, GetTimeoutError) as error:
+        except RayTaskError:
+            raise
+        except RayError as error:
             raise TransportError(f"the {self._what} does not answer: {type(error).__name__}") from error
 
     def compile_state(self, timeout_s: float = 10.0) -> WorkState:
@@ -95,7 +103,9 @@ class WorkerHandle:
         self._asked = None
         try:
             state: WorkState = ray.get(answered[0])
-        except RayActorError:
+        except RayTaskError:
+            raise
+        except RayError:
             return None  # whoever looks after the worker will find out
         return state
 

@@ -111,8 +111,9 @@ def _end_with(actors: Sequence[Any]) -> None:
     ended, _ = ray.wait([actor.wait.remote() for actor in actors], num_returns=1)
     try:
         ray.get(ended)
-    except ray.exceptions.RayActorError as error:
-        logger.error("a rank has died, so this process ends too: %s", str(error).splitlines()[0])
+    except ray.exceptions.RayError as error:  # whichever: of its memory monitor's victims Ray says another
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        logger.error("a rank has died, so this process ends too: %s", what)
         logging.shutdown()
         os._exit(1)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from cluster import directory_actor
 from cluster.autoscaling.draft_demand import read_demands
@@ -305,3 +305,12 @@ def test_a_directory_that_nobody_calls_ends_itself_for_good(monkeypatch: pytest.
     actor.before["end_if_deserted"] = lambda: directory.renew(None, None, 1.0)
     actor.end_if_deserted.remote()
     assert killed == [], "a call that had waited came first"
+
+
+@pytest.mark.parametrize("error", [RayActorError(), OutOfMemoryError("killed by the memory monitor")])
+def test_nobody_is_known_where_the_directory_has_died(
+    error: RayError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_actor.ray, "get_actor", MagicMock())
+    monkeypatch.setattr(directory_actor.ray, "get", MagicMock(side_effect=error))
+    assert directory_actor.current_members("n") == ()

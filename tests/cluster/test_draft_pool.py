@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from pydantic import ValidationError
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from cluster import draft_pool
 from cluster.autoscaling.config import DraftScalingConfig
@@ -113,6 +113,24 @@ def test_a_worker_that_does_not_start_is_tried_again_whatever_ray_says() -> None
     assert place.num_started == 1
 
 
+def test_a_worker_that_the_memory_monitor_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a real handle: Ray says so by another error than that of other deaths."""
+
+    def get(call: object, timeout: float) -> object:
+        raise OutOfMemoryError("killed by the memory monitor")
+
+    method = SimpleNamespace(remote=lambda *_: None)
+    stopped: list[object] = []
+    monkeypatch.setattr("cluster.worker_handle.ray.get", get)
+    monkeypatch.setattr("cluster.worker_handle.ray.kill", lambda actor, no_restart: stopped.append(actor))
+    actor = SimpleNamespace(check_health=method)
+    place = Place(Worker(), [])
+    place._worker = WorkerHandle(actor, "draft worker")
+    place._keep_alive()
+    assert stopped == [actor]
+    assert place.num_started == 1
+
+
 def test_a_worker_that_was_started_and_not_announced_is_not_kept() -> None:
     place = Place(Worker(TransportError("it is dead")), [])
     nameless, announce = Worker(), place._start_worker
@@ -134,9 +152,40 @@ def test_a_place_that_cannot_have_a_worker_is_given_up() -> None:
     place._watch = threading.Thread(target=place._keep_alive)
     place._watch.start()
     place._watch.join(30)
-    assert len(failures) == 100 - draft_pool._MAX_ATTEMPTS
+    # The first one had not lived either.
+    assert len(failures) == 100 - (draft_pool._MAX_ATTEMPTS - 1)
     with pytest.raises(RuntimeError, match="has ended"):
         place.check_health()
+
+
+class ShortLived(Place):
+    """Its workers die so long after each start, by a clock that stands still otherwise."""
+
+    def __init__(self, clock: ManualClock, life_s: float, most: int) -> None:
+        super().__init__(Worker(TransportError("it is dead")), [])
+        self._clock, self._life_s, self._most = clock, life_s, most
+
+    def _start_worker(self) -> None:
+        self.num_started += 1
+        self._worker = cast("WorkerHandle", Worker(TransportError("it is dead")))
+        if self.num_started == self._most:
+            self._stop.set()
+
+    def _wait(self) -> bool:
+        self._clock.advance(self._life_s)
+        return not self._stop.is_set()
+
+
+@pytest.mark.parametrize(("life_s", "num_started"), [(1.0, draft_pool._MAX_ATTEMPTS - 1), (8.0, 50)])
+def test_a_place_whose_workers_die_soon_after_each_start_is_given_up(
+    life_s: float, num_started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one whose workers serve for a while before something kills them."""
+    clock = ManualClock()
+    monkeypatch.setattr(draft_pool, "time", SimpleNamespace(monotonic=clock.now_s, time=clock.now_s))
+    place = ShortLived(clock, life_s, most=50)
+    place._keep_alive()
+    assert place.num_started == num_started
 
 
 def test_a_place_that_announces_nobody_any_more_is_replaced() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from cluster import engine_loop
 from cluster.desk import RequestDesk
@@ -29,6 +30,12 @@ from specdec.transport.status import DraftLinkStatus
 VOCAB = 9
 MODEL = ToyModel(VOCAB, seed=3)
 INGRESS = PeerId("ingress")
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.002)
 
 
 class CallingTarget(ToyTarget):
@@ -245,22 +252,25 @@ def test_a_target_that_is_lost_when_nobody_is_left_is_replaced() -> None:
 class HopelessSource(ToySource):
     """Its first target is lost after five steps, and there is no other."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         super().__init__(calls=False, num_losses=1)
         self.num_attempts = 0
+        self._error = error or TransportError("the target worker died")
 
     def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         if self.num_losses_left:
             return super().make_engine(meanwhile)
         self.num_attempts += 1
-        raise TransportError("the target worker died")
+        raise self._error
 
 
-def test_a_target_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [TransportError("it died"), OutOfMemoryError("by the memory monitor")])
+def test_a_target_that_cannot_be_brought_back_is_given_up(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its streams go elsewhere, and Serve, which finds the loop ended, looks for another place."""
-    monkeypatch.setattr(engine_loop, "_FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.002)
-    door, source = Door(), HopelessSource()
+    monkeypatch.setattr(engine_loop, "_SOON_S", 0.0)
+    door, source = Door(), HopelessSource(error)
     desk = RequestDesk(door.send, MonotonicClock(), lease_s=60.0)
     loop = EngineLoop(desk, source, ChannelCounters())
     loop.start()
@@ -275,6 +285,47 @@ def test_a_target_that_cannot_be_brought_back_is_given_up(monkeypatch: pytest.Mo
     assert desk.description is None
     assert desk.num_streams == 0
     assert source.num_attempts == engine_loop._MAX_ATTEMPTS
+
+
+class MortalSource(ToySource):
+    """So many of its targets die before they have anything to do."""
+
+    def __init__(self, num_deaths: int) -> None:
+        super().__init__(calls=False, num_losses=0)
+        self.num_deaths_left = num_deaths
+        self.one_lives = threading.Event()
+
+    def check_idle(self) -> None:
+        if not self.num_deaths_left:
+            self.one_lives.set()
+            return
+        self.num_deaths_left -= 1
+        raise TransportError("the target worker died")
+
+
+def test_targets_that_die_soon_after_each_start_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be loaded without end."""
+    monkeypatch.setattr(engine_loop, "_IDLE_CHECK_S", 0.001)
+    source = MortalSource(num_deaths=1000)
+    loop = EngineLoop(RequestDesk(Door().send, MonotonicClock(), lease_s=60.0), source, ChannelCounters())
+    loop.start()
+    loop._thread.join(20)
+    assert not loop.is_alive
+    assert 1000 - source.num_deaths_left == engine_loop._MAX_ATTEMPTS
+
+
+def test_targets_that_have_served_before_they_die_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often: they are killed by chance."""
+    monkeypatch.setattr(engine_loop, "_IDLE_CHECK_S", 0.001)
+    monkeypatch.setattr(engine_loop, "_SOON_S", 0.0)
+    source = MortalSource(num_deaths=3 * engine_loop._MAX_ATTEMPTS)
+    loop = EngineLoop(RequestDesk(Door().send, MonotonicClock(), lease_s=60.0), source, ChannelCounters())
+    loop.start()
+    try:
+        assert source.one_lives.wait(20)
+        assert loop.is_alive
+    finally:
+        loop.stop()
 
 
 class WatchedSource(ToySource):
@@ -299,10 +350,8 @@ def run_loop(door: Door, desk: RequestDesk, source: ToySource, *requests: Reques
 
 
 @pytest.mark.parametrize("failure", ["a loop that fails", "a target that cannot be brought back"])
-def test_who_has_ended_its_streams_refuses_others(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_ended_its_streams_refuses_others(failure: str) -> None:
     """Its channel lives until Serve has replaced it, and who has nothing to do is sent requests."""
-    monkeypatch.setattr(engine_loop, "_FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(engine_loop, "_LONGEST_WAIT_S", 0.002)
 
     def fail(meanwhile: Callable[[], None]) -> None:
         raise AssertionError("a bug")

@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
@@ -57,3 +58,16 @@ def test_a_rank_runs_where_its_model_is_configured_to(
     other: Role = "draft" if role == "target" else "target"
     assert lead_ranks(other, config, "127.0.0.1", [{}], 20.0) is not None
     assert len(watched) == 1
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
+def test_rank_0_ends_with_another_however_that_has_ended(
+    error: RayError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(rank_worker.ray, "wait", lambda calls, num_returns: (calls, []))
+    monkeypatch.setattr(rank_worker.ray, "get", MagicMock(side_effect=error))
+    monkeypatch.setattr(rank_worker.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(rank_worker.os, "_exit", ended.append)
+    rank_worker._end_with([MagicMock()])
+    assert ended == [1]
