@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from collections.abc import Iterator, Sequence
@@ -312,3 +313,11 @@ def _num_gpus(clusters: Sequence[ClusterConfig]) -> float:
     import torch
 
     return float(torch.cuda.device_count())
+
+
+def visible_cpus() -> int:
+    """Return the number of CPUs that this process may run on, for Ray to place workers by.
+
+    A container's quota of time is not looked at: workers may share it.
+    """
+    return len(os.sched_getaffinity(0))

@@ -38,6 +38,8 @@ class BatchCommand:
     engine: EngineConfig | None
     served_model_name: str | None
     """What requests call the model of `engine`; None: by its folder."""
+    takes_model_defaults: bool
+    """Of `engine`: whether requests that do not say how they are sampled are as its checkpoint says."""
     api_key: str | None
     options: BatchOptions
     timeout_s: float
@@ -156,7 +158,9 @@ async def _engine_client(
     try:
         path = Path(config.target.model)
         tokenizer = HuggingFaceTokenizer.load(path, trust_remote_code=config.target.trust_remote_code)
-        settings = DoorSettings(served_model_name=command.served_model_name)
+        settings = DoorSettings(
+            served_model_name=command.served_model_name, takes_model_defaults=command.takes_model_defaults
+        )
         transport = httpx.ASGITransport(create_app(service, settings, tokenizer))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
             yield client

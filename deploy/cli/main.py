@@ -253,6 +253,7 @@ def batch(
     from deploy.batch.runner import BatchOptions
     from deploy.cli.batch import BatchCommand, run_batch
     from deploy.cli.inputs import engine_config
+    from deploy.config import HttpConfig
     from deploy.config_file import load_config
     from specdec.core.errors import ConfigError
 
@@ -264,13 +265,15 @@ def batch(
         if is_here
         else None
     )
+    http = HttpConfig() if config is None else load_config(config).http
     run_batch(
         BatchCommand(
             requests=requests,
             results=results,
             url=None if is_here else url or DEFAULT_URL,
             engine=engine,
-            served_model_name=load_config(config).http.served_model_name if config is not None else None,
+            served_model_name=http.served_model_name,
+            takes_model_defaults=http.generation_config == "auto",
             api_key=api_key,
             options=BatchOptions(concurrency=concurrency, patience_s=patience),
             timeout_s=timeout,

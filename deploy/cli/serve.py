@@ -38,10 +38,10 @@ from deploy.preflight import (
     check_models,
     check_port,
     check_proxy,
+    visible_cpus,
     warnings_of,
 )
 from deploy.proxies import ProxyKind, local_haproxy, proxy_environment
-from specdec.core.control_groups import usable_cpus
 from specdec.core.errors import DrafthouseError, UserError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _check(config: DrafthouseConfig, options: ServeOptions, console: Console) ->
         for model in config.served_models():
             check_models(model.engine)
         if options.address is None:
-            check_local_resources(config, options.num_cpus or usable_cpus())
+            check_local_resources(config, options.num_cpus or visible_cpus())
     for model in config.served_models():
         for text in warnings_of(model.engine):
             console.print(f"warning: {text}", soft_wrap=True, markup=False)
@@ -115,7 +115,7 @@ def _check(config: DrafthouseConfig, options: ServeOptions, console: Console) ->
 def _serve(config: DrafthouseConfig, options: ServeOptions, console: Console) -> None:
     started_s = time.monotonic()
     answers = sys.stdout
-    num_cpus = options.num_cpus or usable_cpus()
+    num_cpus = options.num_cpus or visible_cpus()
     where = f"at {options.address}" if options.address else f"with {num_cpus} CPUs"
     # Ray writes messages of its own to standard output; ours is for the URL alone.
     others = sys.stderr if options.show_logs else RayMessages(_lines_to(console), session_log_folder)

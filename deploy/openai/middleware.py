@@ -108,9 +108,11 @@ class ApiKeys:
         origin = headers.get("origin")
         if origin is None or "*" in self._allowed_origins or origin in self._allowed_origins:
             return
+        if headers.get("sec-fetch-site") == "same-origin":  # says the browser, and no page can make it
+            return
         # A proxy in front may have put its own name in place of the one that the page was read from.
-        hosts = {headers.get(name, "").lower() for name in ("host", "x-forwarded-host")}
-        if origin.partition("://")[2].lower() not in hosts - {""}:
+        hosts = {headers.get("host", ""), *headers.get("x-forwarded-host", "").split(",")}
+        if origin.partition("://")[2].lower() not in {host.strip().lower() for host in hosts} - {""}:
             raise ApiError(
                 403,
                 f"Pages of {shown(origin)} may not use this server, which asks for no API key: "

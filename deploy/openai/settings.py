@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+
+import msgspec
 
 from deploy.openai.keys import ApiKey
 from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
@@ -74,4 +77,9 @@ class DoorSettings:
         """Return what tokens depend on beside the request: weights, numbers, split and rule."""
         promised = "invariant" if description.batch_invariant else None
         numbers = "-".join(filter(None, (description.dtype, description.quantization, promised)))
-        return f"{description.revision[:12]}-{numbers}-{self.parallelism}-{description.rule}"
+        fingerprint = f"{description.revision[:12]}-{numbers}-{self.parallelism}-{description.rule}"
+        defaults = description.sampling_defaults.given() if self.takes_model_defaults else {}
+        if not defaults:
+            return fingerprint
+        digest = hashlib.sha256(msgspec.json.encode(defaults, order="sorted")).hexdigest()
+        return f"{fingerprint}-{digest[:8]}"

@@ -405,7 +405,12 @@ def _read_call(body: str) -> ReadCall | None:
     arguments = bytes(call.parameters if call.arguments is UNSET else call.arguments)
     if not arguments.startswith(b"{"):
         return None
-    return ReadCall(id=_call_id(), name=call.name, arguments=arguments.decode())
+    text = arguments.decode()
+    try:
+        read_json(text)  # as it is when the client sends it back: what cannot come back is no call
+    except ValueError:
+        return None
+    return ReadCall(id=_call_id(), name=call.name, arguments=text)
 
 
 def _call_id() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
@@ -11,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from specdec.core.clock import MonotonicClock
+from specdec.core.control_groups import usable_cpus
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
@@ -207,7 +207,7 @@ def _profile_key(config: EngineConfig, description: TargetDescription) -> str:
         draft=[_folder_state(one.model) for one in draft.choices if one.model is not None] or None,
         scheduler=config.scheduler.model_dump_json(),
         # Not the machine's name: a pod that is replaced has another, and `device` says what computes.
-        machine=f"{platform.machine()} {len(os.sched_getaffinity(0))}",
+        machine=f"{platform.machine()} {usable_cpus()}",
         versions=" ".join(f"{name} {metadata.version(name)}" for name in ("drafthouse", "torch")),
     )
 

@@ -24,8 +24,9 @@ from specdec.transport.base import PeerId
 logger = logging.getLogger(__name__)
 
 _MOST_DEATHS = 3
-"""A sequence about which so many workers had been asked, and had not answered when they were gone, is taken
-for what ended them. A worker that ends by chance leaves many unanswered: once or twice says nothing."""
+"""A sequence about which so many workers had been asked one after the other, and had not answered when they
+were gone, is taken for what ended them. A worker that ends by chance, or because it is to, leaves many
+unanswered: once or twice says nothing, and whom another worker has answered for in between is innocent."""
 _FEW_TOKENS = 16
 """What one round may bring a sequence: nobody asks how long they take to read."""
 _MOST_WAITED_FOR = 256
@@ -248,6 +249,12 @@ class DraftRegistry:
             resting = self._outgrown.setdefault(request_id, {})
             resting[worker] = now_s + self._deadlines.max_retry_s
         return has_outgrown
+
+    def answered(self, request_id: RequestId, committed_len: int, num_unread: int) -> None:
+        """The worker that has a sequence has answered for so many tokens, and has yet to read some."""
+        self.registrations[request_id].note_answer(committed_len, num_unread)
+        if num_unread <= 0:
+            self._num_deaths.pop(request_id, None)
 
     def told_length(self, worker: PeerId, max_length: int) -> None:
         """A worker says how long prefixes may be that it continues."""

@@ -304,13 +304,13 @@ class RemoteProposer:
         for is waited for.
         """
         began_s = self._clock.now_s()
-        self._follow_membership()
         self._drafting_s = self._waited_s = 0.0
         self._sent_s = None
         this_round, self._ahead = self._ahead, _Round()
+        self._take_arrivals(this_round)  # those who leave now may have answered
+        self._follow_membership()
         for worker in this_round.pending.keys() - self._talks.keys():
             this_round.abandon(worker)
-        self._take_arrivals(this_round)
         prepared = {
             sequence.request_id: its
             for sequence in sequences
@@ -602,7 +602,7 @@ class RemoteProposer:
             else:
                 if registration.confirmed_len == 0:
                     self._registry.links[registration.worker].vacancy.accepted()
-                registration.note_answer(answer.committed_len, answer.num_unread)
+                self._registry.answered(answer.request_id, answer.committed_len, answer.num_unread)
         key = _PrefixKey(answer.request_id, answer.epoch, answer.committed_len, answer.prefix_hash)
         expected = pending.get(answer.request_id) if pending is not None else None
         if expected is None or expected.key != key:

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from specdec.core.errors import CheckpointError, InputError
-from specdec.core.sampling_params import SamplingDefaults
+from specdec.core.errors import InputError
+from specdec.core.sampling_params import NO_SAMPLING_DEFAULTS, SamplingDefaults
+
+logger = logging.getLogger(__name__)
 
 _FILE = "generation_config.json"
+_LEAST_TEMPERATURE = 1e-4
 
 
 def sampling_defaults_of(folder: Path) -> SamplingDefaults:
     """Return what a checkpoint's generation_config.json says of sampling; what it leaves out is None.
 
     Its `do_sample` is left aside, as servers of the field do: a request says itself how it is sampled, by its
-    temperature.
-
-    Raises:
-        CheckpointError: a value in it is none that can be sampled with; the text names it.
+    temperature. A value that nothing can be sampled with is left aside, too, with a warning: the model can be
+    served without it.
     """
     file = folder / _FILE
-    if not file.is_file():
-        return SamplingDefaults()
     try:
-        content: Any = msgspec.json.decode(file.read_bytes())
-        given = {name: content.get(name) for name in SamplingDefaults.__struct_fields__}
-        if given["top_k"] in (0, -1):  # what others write where nothing is to be cut
-            given["top_k"] = None
-        if given["top_p"] == 0:
-            given["top_p"], given["top_k"] = None, 1
-        defaults = msgspec.convert(given, SamplingDefaults)
-    except (msgspec.DecodeError, AttributeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    try:
-        defaults.params().checked()
-    except InputError as error:
-        raise CheckpointError(f"{file}: {error}") from error
-    return defaults
+        content: Any = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return NO_SAMPLING_DEFAULTS  # who reads what ends a text from it says what is wrong with it
+    if not isinstance(content, dict):
+        return NO_SAMPLING_DEFAULTS
+    kept: dict[str, Any] = {}
+    for name in SamplingDefaults.__struct_fields__:
+        value = _in_our_words(name, content.get(name))
+        if value is None:
+            continue
+        try:
+            msgspec.convert({name: value}, SamplingDefaults).params().checked()
+        except (msgspec.ValidationError, InputError) as error:
+            logger.warning("%s: %s; requests that do not say %s go without it", file, error, name)
+        else:
+            kept[name] = value
+    return msgspec.convert(kept, SamplingDefaults)
+
+
+def _in_our_words(name: str, value: Any) -> Any:
+    """Return a value as requests would have it."""
+    if isinstance(value, float) and name == "top_k" and value.is_integer():
+        value = int(value)
+    if name == "top_k" and value in (0, -1):  # what others write where nothing is to be cut
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "temperature" and is_number and 0.0 < value < _LEAST_TEMPERATURE:
+        return 0.0
+    return value

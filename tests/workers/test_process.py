@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 
+from specdec.core.control_groups import usable_cpus
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.engine.draft_shares import DraftShareConfig
@@ -29,7 +30,7 @@ def test_the_configured_thread_count_overrides_ray_s(monkeypatch: pytest.MonkeyP
     assert prepare_threads(2) == 2
     assert os.environ["OMP_NUM_THREADS"] == "2"
     assert os.environ["GOMP_SPINCOUNT"] == "3", "what the user sets stays"
-    assert prepare_threads(None) == len(os.sched_getaffinity(0))
+    assert prepare_threads(None) == usable_cpus()
 
 
 def test_threads_reach_torch_when_it_is_loaded_afterwards() -> None:

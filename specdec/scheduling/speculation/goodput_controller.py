@@ -398,7 +398,10 @@ class GoodputController:
                 if round_s > 0.0:
                     self._note_goodput(observation, decision, kind, round_s)
                     self._worth.note(decision, heard_s)
-        lost_s = 0.0 if trial is None else self._lost_s(observation, decision, kind, round_s)
+        is_tried = (
+            trial is not None or decision.reason == "probing"
+        )  # a probe may end among rounds of a bunch
+        lost_s = self._lost_s(observation, decision, kind, round_s) if is_tried else 0.0
         if round_s > 0.0 and is_as_decided:
             self._note_ratio(observation, decision, round_s / decision.expected_s())
         counts = is_settled and observation.mode == self.mode  # the first ones are of the former mode

@@ -171,7 +171,8 @@ class Trials:
 
         Args:
             round_s: how long it took.
-            lost_s: in a trial, how much longer than its tokens would have taken as usual.
+            lost_s: in a trial, how much longer than its tokens would have taken as usual; of a probe, also in
+                rounds behind its end, which was not known then.
             counts: whether a trial's round is one as many would be, not one of a change; of a comparison,
                 whether it tells of the other mode.
             is_spent: whether it is one of the rounds that a trial has. It is paid for in any case; but what
@@ -194,6 +195,8 @@ class Trials:
         self._num_rounds_since += num_passed + 1
         self._seconds_since += passed_s + round_s
         if self.current is None:
+            if lost_s > 0.0:
+                allowances[_OTHERS] = max(allowances[_OTHERS] - lost_s, -_LARGEST_DEBT * round_s)
             return False
         purse = _purse(self.current)
         to_pay_s = max(lost_s, 0.0)

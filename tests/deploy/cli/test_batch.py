@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from deploy.cli.main import app
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
+from specdec.core.sampling_params import SamplingDefaults
+from specdec.engine import local_target
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 from tests.deploy.openai.live import live_server
 
@@ -113,6 +115,19 @@ def test_with_an_engine_in_this_process(tmp_path: Path, config: Path) -> None:
     texts = {result["response"]["body"]["choices"][0]["text"] for result in results_of(out)}
     assert len(texts) == 1, "the same prompt, greedily"
     assert "60 tokens" in stderr
+
+
+@pytest.mark.parametrize(("said", "is_greedy"), [("auto", True), ("none", False)])
+def test_defaults_of_the_checkpoint_count_as_for_a_server(
+    tmp_path: Path, config: Path, said: str, is_greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_target, "sampling_defaults_of", lambda _: SamplingDefaults(temperature=0.0))
+    config.write_text(f"{config.read_text()}http: {{generation_config: {said}}}\n")
+    requests, out = requests_in(tmp_path / "in", 6, max_tokens=8, ignore_eos=True), tmp_path / "out"
+    code, _, stderr = invoke(requests, out, "-c", config)
+    assert code == 0, stderr
+    texts = {result["response"]["body"]["choices"][0]["text"] for result in results_of(out)}
+    assert (len(texts) == 1) is is_greedy
 
 
 def test_interrupted_and_gone_on_with(tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ def test_without_keys_pages_of_other_sites_start_nothing(origin: str) -> None:
         ((), {}),
         ((), {"Origin": "http://door"}),
         ((), {"Origin": "https://llm.example", "X-Forwarded-Host": "LLM.example"}),
+        ((), {"Origin": "https://llm.example", "X-Forwarded-Host": "llm.example, inner.example"}),
+        ((), {"Origin": "https://llm.example", "Sec-Fetch-Site": "same-origin"}),
         ((SITE,), {"Origin": SITE}),
         (("*",), {"Origin": "null"}),
     ],

@@ -66,6 +66,15 @@ def test_the_configuration_reaches_the_door(said: dict[str, str], takes: bool) -
     assert door_settings(config).takes_model_defaults is takes
 
 
+def test_fingerprints_tell_by_which_defaults() -> None:
+    described = replace(DESCRIPTION, sampling_defaults=DEFAULTS)
+    other = replace(DESCRIPTION, sampling_defaults=SamplingDefaults(temperature=0.7))
+    plain = DoorSettings().system_fingerprint(DESCRIPTION)
+    by_file = {DoorSettings().system_fingerprint(one) for one in (DESCRIPTION, described, other)}
+    assert len(by_file) == 3
+    assert DoorSettings(takes_model_defaults=False).system_fingerprint(described) == plain
+
+
 def test_greedy_is_what_transformers_generates_by_the_same_file(tmp_path: Path) -> None:
     folder = tmp_path / "target"
     reference = save_model(folder, seed=1)

@@ -147,6 +147,32 @@ def test_nobody_is_asked_about_what_several_workers_died_of(caplog: pytest.LogCa
     assert deadly.request_id in _registered(bench, [deadly]), "another one by that name"
 
 
+def test_who_was_answered_for_in_between_is_innocent() -> None:
+    """A request may outlive many updates of the pool, each of which leaves its last round unanswered."""
+    bench = Bench()
+    (one,) = some(1)
+    for number in range(3 * _MOST_DEATHS):
+        worker = PeerId(f"w{number}")
+        bench.registry.add(worker)
+        its = _registered(bench, [one])[one.request_id]
+        its.sent_len = 10
+        bench.registry.answered(one.request_id, 10, 0)
+        its.sent_len = 12
+        bench.registry.remove(worker)
+    bench.registry.add(A)
+    assert one.request_id in _registered(bench, [one])
+    for number in range(_MOST_DEATHS):  # control: who has only begun to read it may have died of the rest
+        bench.registry.remove(A)
+        bench.registry.add(A)
+        its = _registered(bench, [one]).get(one.request_id) or Registration(A, 0)
+        its.sent_len = 12
+        if number < _MOST_DEATHS - 1:
+            bench.registry.answered(one.request_id, 11, 5)
+    bench.registry.remove(A)
+    bench.registry.add(A)
+    assert one.request_id not in _registered(bench, [one])
+
+
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_a_worker_that_was_silent_before_it_was_gone_has_died_too(is_heard: bool) -> None:
     """Its sequences had moved on by then; they are innocent where it was heard once more."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from specdec.core.errors import CheckpointError
 from specdec.core.sampling_params import SamplingDefaults, SamplingParams
 from specdec.model.sampling_defaults import sampling_defaults_of
 
@@ -45,22 +44,42 @@ def test_without_a_file(tmp_path: Path) -> None:
     assert sampling_defaults_of(tmp_path).params() == SamplingParams()
 
 
-def test_no_mass_at_all_is_the_most_likely_token(tmp_path: Path) -> None:
-    assert sampling_defaults_of(folder_with(tmp_path, {"top_p": 0})) == SamplingDefaults(top_k=1)
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"temperature": 1e-6}, SamplingDefaults(temperature=0.0)),
+        ({"temperature": 1}, SamplingDefaults(temperature=1.0)),
+        ({"top_k": 50.0}, SamplingDefaults(top_k=50)),
+    ],
+)
+def test_other_spellings(tmp_path: Path, content: dict[str, Any], expected: SamplingDefaults) -> None:
+    assert sampling_defaults_of(folder_with(tmp_path, content)) == expected
+
+
+def test_a_byte_order_mark(tmp_path: Path) -> None:
+    content = "\ufeff" + json.dumps({"top_p": 0.5})
+    assert sampling_defaults_of(folder_with(tmp_path, content)) == SamplingDefaults(top_p=0.5)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    "content",
     [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 2.0}, "top_p"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ([], "generation_config.json"),
-        ("{", "generation_config.json"),
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"temperature": True},
+        {"top_p": 2.0},
+        {"top_p": 0},
+        {"top_k": 5.5},
+        {"repetition_penalty": 0},
+        '{"min_p": NaN}',
     ],
 )
-def test_what_cannot_be_sampled_with_is_named(tmp_path: Path, content: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=r"generation_config\.json") as caught:
-        sampling_defaults_of(folder_with(tmp_path, content))
-    assert said in str(caught.value)
+def test_what_cannot_be_sampled_with_is_left_aside(
+    tmp_path: Path, content: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning: nobody may have asked for it, and the model can be served without."""
+    (name,) = content if isinstance(content, dict) else ("min_p",)
+    folder = folder_with(tmp_path, content)
+    assert sampling_defaults_of(folder) == SamplingDefaults()
+    assert str(folder / "generation_config.json") in caplog.text
+    assert f"do not say {name} " in caplog.text
