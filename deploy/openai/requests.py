@@ -26,7 +26,7 @@ from specdec.core.description import TargetDescription
 from specdec.core.errors import InputError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.request import OTHER_CLASS, LatencyTarget, Request
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import LEAST_TEMPERATURE, SamplingParams
 from specdec.sampling.noise import choice_seed
 from specdec.verification.registry import capabilities_of
 
@@ -35,10 +35,8 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Longest time for a request in seconds, as `timeout_s` in its body."""
 ENCODING_HEADER = "Content-Encoding"
-_LEAST_TEMPERATURE = 1e-4
 _MOST_TOLD = 2**63 - 1
 """A larger number is told as this one: Python writes none of more than 4300 digits, and clients send such."""
-"""What the engine takes beside 0."""
 _LEAST_TIME_S = 1e-3
 _TIME_DIGITS = 8
 _RANDOM_BYTES = 12
@@ -474,7 +472,7 @@ def _choice_of_tokens(body: GenerationBody) -> tuple[float, int | None, float]:
     Clients of other servers write it so: a temperature too small to divide by, or the set of tokens with no
     mass at all, which is the most likely one.
     """
-    temperature = 0.0 if 0 < body.temperature < _LEAST_TEMPERATURE else body.temperature
+    temperature = 0.0 if 0 < body.temperature < LEAST_TEMPERATURE else body.temperature
     if body.top_p != 0:
         return temperature, body.top_k, body.top_p
     # One that is not right stays, to be refused.

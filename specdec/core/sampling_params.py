@@ -12,6 +12,8 @@ from specdec.core.errors import InputError
 
 LogprobsMode = Literal["raw", "processed"]
 
+LEAST_TEMPERATURE = 1e-4
+"""Beside 0: what is less is too small to divide by."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -148,9 +150,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises:
             InputError: naming the first field that is out of range and what would be right.
         """
-        right = "0 (greedy) or between 0.0001 and 10000"
+        right = f"0 (greedy) or between {LEAST_TEMPERATURE:g} and 10000"
         _require_number("temperature", self.temperature, 0.0, 1e4, right)
-        if 0.0 < self.temperature < 1e-4:
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
             raise InputError(f"temperature must be {right}, got {self.temperature}", param="temperature")
         _require_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]")
         if self.top_p == 0.0:

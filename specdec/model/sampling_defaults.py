@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from specdec.core.errors import InputError
-from specdec.core.sampling_params import NO_SAMPLING_DEFAULTS, SamplingDefaults
+from specdec.core.sampling_params import LEAST_TEMPERATURE, NO_SAMPLING_DEFAULTS, SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
 _FILE = "generation_config.json"
-_LEAST_TEMPERATURE = 1e-4
 
 
 def sampling_defaults_of(folder: Path) -> SamplingDefaults:
@@ -53,6 +52,6 @@ def _in_our_words(name: str, value: Any) -> Any:
     if name == "top_k" and value in (0, -1):  # what others write where nothing is to be cut
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "temperature" and is_number and 0.0 < value < _LEAST_TEMPERATURE:
+    if name == "temperature" and is_number and 0.0 < value < LEAST_TEMPERATURE:
         return 0.0
     return value

@@ -182,7 +182,7 @@ class GoodputController:
 
     def _cannot_wait(self) -> bool:
         """Whether what was observed tells whether a trial goes on. Probes go on for many rounds, of which
-        most tell nothing: with one request, learning from each by itself took a tenth of their time.
+        most tell nothing: with one request, learning from each by itself was much of their time.
         """
         trials = self._trials
         if trials.current == "probing" and not self._facts.has_trial:
