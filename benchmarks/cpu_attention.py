@@ -1,11 +1,12 @@
 """The C++ paged attention alone on a CPU, against what the machine reads and multiplies.
 
     python -m benchmarks.cpu_attention --json benchmarks/results/cpu-attention.json
-    python -m benchmarks.cpu_attention --quick                                       # bf16, two shapes
+    python -m benchmarks.cpu_attention --quick                                       # bf16, few shapes
 
-Heads of the demo target (4 query heads of 64 over 2 of K/V: `gqa`) and the same without groups (`mha`), in
-bf16 and fp32, decoding (1 row of each sequence) and verifying (2 and 5), over pages in random order. As many
-layers in turn as are more than any cache holds, so that K/V come from memory, as in a forward.
+Heads of the demo target (4 query heads of 64 over 2 of K/V: `gqa`), the same without groups (`mha`), both in
+bf16 and fp32, and heads of Qwen2.5 7B (28 of 128 over 4: `gqa7`) in bf16, decoding (1 row of each sequence)
+and verifying (2 and 5), over pages in random order. As many layers in turn as are more than any cache holds,
+so that K/V come from memory, as in a forward.
 
     GB/s       K and V, read once, over the time of a layer
     GFLOP/s    products of queries with keys and of weights with values: 4 x rows x keys x heads x head size
@@ -14,7 +15,8 @@ layers in turn as are more than any cache holds, so that K/V come from memory, a
                same threads
     bound      the time that the worse of the two would take, over the measured one
 
-Beside it the portable attention (PyTorch's own operations), which the engine falls back to.
+Beside it the portable attention (PyTorch's own operations), which the engine falls back to; and chunks of a
+prompt in one step with the nodes of a tree, against the same with as many rows of a chain.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 import typer
@@ -46,11 +48,10 @@ from specdec.kv.pool import FIRST_BLOCK, KvPool, KvShape
 from specdec.model.batch import SequenceSlice
 
 _BLOCK_SIZE = 16
-_HEAD_DIM = 64
-_KV_HEADS = {"gqa": 2, "mha": 4}
-_NUM_HEADS = 4
 _COLD_BYTES = 192 << 20
 """K/V of all layers of a cell: several times what the last cache holds."""
+_MAX_LAYERS = 1024
+"""Of batches without any K/V but those of their own rows."""
 _PRODUCT = 2048
 """Rows and columns of the product that the machine's speed is taken from, where that is done at all soon."""
 _SMALL_PRODUCT = 256
@@ -59,27 +60,94 @@ _LONGEST_PRODUCT_S = 1.0
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+class Heads(NamedTuple):
+    """Of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+_HEADS = {"gqa": Heads(4, 2, 64), "mha": Heads(4, 4, 64), "gqa7": Heads(28, 4, 128)}
+
+
+class Read(NamedTuple):
+    """What one sequence has in a batch."""
+
+    context: int
+    """Tokens behind which its rows lie."""
+    rows: int
+    parents: tuple[int, ...] | None = None
+    """Of a tree; see `SequenceSlice`."""
+
+
+class Batch(Protocol):
+    """What is attended to at once."""
+
+    @property
+    def heads(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def reads(self) -> Sequence[Read]: ...
+
+
+def kv_bytes_of(batch: Batch) -> int:
+    """Return the size of K and V of one layer, behind which the new rows lie."""
+    heads = _HEADS[batch.heads]
+    entries = 2 * heads.num_kv_heads * heads.head_dim
+    return sum(read.context for read in batch.reads) * entries * _DTYPES[batch.dtype].itemsize
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One batch."""
+    """Sequences of one kind."""
 
     heads: str
-    """gqa or mha."""
+    """gqa, mha or gqa7."""
     dtype: str
     batch: int
     context: int
     rows: int
 
     @property
+    def reads(self) -> Sequence[Read]:
+        """All the same."""
+        return [Read(self.context, self.rows)] * self.batch
+
+    @property
     def kv_bytes(self) -> int:
         """Of one layer, behind which the new rows lie."""
-        entries = 2 * _KV_HEADS[self.heads] * _HEAD_DIM
-        return self.batch * self.context * entries * _DTYPES[self.dtype].itemsize
+        return kv_bytes_of(self)
 
     @property
     def num_operations(self) -> int:
         """Of one layer: a product and a sum count as two."""
-        return 4 * self.batch * self.rows * self.context * _NUM_HEADS * _HEAD_DIM
+        heads = _HEADS[self.heads]
+        return 4 * self.batch * self.rows * self.context * heads.num_heads * heads.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """A chunk of a prompt, and drafts that are verified in the same step."""
+
+    heads: str
+    dtype: str
+    context: int
+    """Of both."""
+    rows: int
+    """Of the chunk."""
+    drafts: int
+    drafts_are_a_tree: bool
+
+    @property
+    def reads(self) -> Sequence[Read]:
+        """The chunk; the drafts, as a tree each node of which has two children."""
+        parents = tuple((node - 1) // 2 if node else -1 for node in range(self.drafts))
+        return [
+            Read(self.context, self.rows),
+            Read(self.context, self.drafts, parents if self.drafts_are_a_tree else None),
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +167,8 @@ class Plan:
     """What is measured."""
 
     cells: tuple[Cell, ...]
+    mixed: tuple[Mixed, ...]
+    """Each with the drafts as a chain and as a tree."""
     repeats: int
 
 
@@ -111,33 +181,56 @@ def _cells(
     )
 
 
+def _mixed(dtypes: Sequence[str], contexts: Sequence[int]) -> tuple[Mixed, ...]:
+    return tuple(
+        Mixed(heads="gqa", dtype=dtype, context=context, rows=512, drafts=16, drafts_are_a_tree=is_tree)
+        for dtype, context, is_tree in itertools.product(dtypes, contexts, (False, True))
+    )
+
+
 FULL = Plan(
-    cells=_cells(("gqa", "mha"), ("bf16", "fp32"), ((1, 4096), (8, 4096), (32, 1024), (32, 4096))),
+    cells=(
+        *_cells(("gqa", "mha"), ("bf16", "fp32"), ((1, 4096), (8, 4096), (32, 1024), (32, 4096))),
+        *_cells(("gqa7",), ("bf16",), ((1, 4096), (8, 4096))),
+    ),
+    mixed=_mixed(("bf16", "fp32"), (0, 2048)),
     repeats=9,
 )
-QUICK = Plan(cells=_cells(("gqa", "mha"), ("bf16",), ((1, 4096), (32, 4096))), repeats=5)
+QUICK = Plan(
+    cells=(
+        *_cells(("gqa", "mha"), ("bf16",), ((1, 4096), (32, 4096))),
+        *_cells(("gqa7",), ("bf16",), ((8, 4096),)),
+    ),
+    mixed=_mixed(("bf16",), (0,)),
+    repeats=5,
+)
 
 
 class Layers:
     """A batch over several layers, none of which is in a cache when its turn comes."""
 
-    def __init__(self, cell: Cell, cold_bytes: int = _COLD_BYTES) -> None:
-        self.num_layers = max(1, -(-cold_bytes // cell.kv_bytes))
-        num_kv_heads, dtype = _KV_HEADS[cell.heads], _DTYPES[cell.dtype]
-        num_blocks = num_blocks_for(cell.context + cell.rows, _BLOCK_SIZE)
+    def __init__(self, batch: Batch, cold_bytes: int = _COLD_BYTES) -> None:
+        """Draw the numbers; there are layers for `cold_bytes`, at most `_MAX_LAYERS`."""
+        self.num_layers = min(_MAX_LAYERS, max(1, -(-cold_bytes // max(1, kv_bytes_of(batch)))))
+        (num_heads, num_kv_heads, head_dim), dtype = _HEADS[batch.heads], _DTYPES[batch.dtype]
+        num_blocks = [num_blocks_for(read.context + read.rows, _BLOCK_SIZE) for read in batch.reads]
         generator = torch.Generator().manual_seed(0)
-        order = torch.randperm(cell.batch * num_blocks, generator=generator).add(FIRST_BLOCK)
+        order = torch.randperm(sum(num_blocks), generator=generator).add(FIRST_BLOCK)
         slices = [
             SequenceSlice(
-                token_ids=[0] * cell.rows, start=cell.context, block_table=table, num_logit_rows=cell.rows
+                token_ids=[0] * read.rows,
+                start=read.context,
+                block_table=table.tolist(),
+                num_logit_rows=read.rows,
+                parents=read.parents,
             )
-            for table in order.view(cell.batch, num_blocks).tolist()
+            for read, table in zip(batch.reads, order.split(num_blocks), strict=True)
         ]
         cpu = torch.device("cpu")
         self._metadata = build_metadata(slices, block_size=_BLOCK_SIZE, device=cpu)
         self._pool = KvPool(
-            [KvShape(num_kv_heads=num_kv_heads, head_dim=_HEAD_DIM)] * self.num_layers,
-            num_blocks=FIRST_BLOCK + cell.batch * num_blocks,
+            [KvShape(num_kv_heads=num_kv_heads, head_dim=head_dim)] * self.num_layers,
+            num_blocks=FIRST_BLOCK + sum(num_blocks),
             block_size=_BLOCK_SIZE,
             dtype=dtype,
             device=cpu,
@@ -148,17 +241,17 @@ class Layers:
         self._layers = [
             LayerAttention(
                 layer_idx=index,
-                num_heads=_NUM_HEADS,
+                num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                head_dim=_HEAD_DIM,
-                scaling=_HEAD_DIM**-0.5,
+                head_dim=head_dim,
+                scaling=head_dim**-0.5,
             )
             for index in range(self.num_layers)
         ]
-        num_rows = cell.batch * cell.rows
+        num_rows = sum(read.rows for read in batch.reads)
         self._query, self._key, self._value = (
-            torch.randn(num_rows, heads, _HEAD_DIM, generator=generator).to(dtype)
-            for heads in (_NUM_HEADS, num_kv_heads, num_kv_heads)
+            torch.randn(num_rows, heads, head_dim, generator=generator).to(dtype)
+            for heads in (num_heads, num_kv_heads, num_kv_heads)
         )
 
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
@@ -219,6 +312,25 @@ def measure_cell(cell: Cell, backends: Mapping[str, AttentionBackend], repeats: 
     }
 
 
+def measure_mixed(mixed: Mixed, backend: AttentionBackend, repeats: int) -> dict[str, Any]:
+    """Seconds of a layer."""
+    layers = Layers(mixed)
+    seconds = _seconds(partial(layers.attend, backend), repeats)
+    return {"mixed": mixed, "layer_s": Spread(tuple(one / layers.num_layers for one in seconds.values))}
+
+
+def costs_of_trees(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How many times as long steps take with drafts that are a tree as with a chain, by the chunk there."""
+    costs = {}
+    for one in measured:
+        mixed = one["mixed"]
+        if mixed.drafts_are_a_tree:
+            chain = replace(mixed, drafts_are_a_tree=False)
+            (other,) = (its["layer_s"].median for its in measured if its["mixed"] == chain)
+            costs[f"{mixed.dtype}_chunk_at_{mixed.context}"] = one["layer_s"].median / other
+    return costs
+
+
 def rated(measured: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     """Return a measured cell with what its times mean on a machine."""
     cell, seconds = measured["cell"], measured["layer_s"]["ours"].median
@@ -234,21 +346,31 @@ def rated(measured: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     }
 
 
-def headlines_of(cells: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Shares of the machine, decoding and verifying, in the largest bf16 batch of grouped queries."""
-    own = [one for one in cells if (one["cell"].heads, one["cell"].dtype) == ("gqa", "bf16")]
-    size = max(one["cell"].kv_bytes for one in own)
-    by_rows = {one["cell"].rows: one for one in own if one["cell"].kv_bytes == size}
-    decode, verify = by_rows[min(by_rows)], by_rows[max(by_rows)]
+def headlines_of(cells: Sequence[Mapping[str, Any]], costs_of_trees: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the machine, decoding and verifying, in the largest bf16 batch, and ratios."""
+    decode, verify = _decode_and_verify(cells, "gqa")
+    wide_decode, wide_verify = _decode_and_verify(cells, "gqa7")
     return {
         "cpu_attention_decode_gb_s_share": decode["share_of_stream"],
         "cpu_attention_verify_gflop_s_share": verify["share_of_product"],
         "cpu_attention_verify_over_decode": verify["layer_s"]["ours"].median
         / decode["layer_s"]["ours"].median,
+        "cpu_attention_wide_group_verify_over_decode": wide_verify["layer_s"]["ours"].median
+        / wide_decode["layer_s"]["ours"].median,
+        "cpu_attention_tree_over_chain_beside_chunk": max(costs_of_trees.values()),
         "cpu_attention_times_portable_median": statistics.median(
             one["times_faster_than_portable"] for one in cells
         ),
     }
+
+
+def _decode_and_verify(
+    cells: Sequence[Mapping[str, Any]], heads: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    own = [one for one in cells if (one["cell"].heads, one["cell"].dtype) == (heads, "bf16")]
+    size = max(one["cell"].kv_bytes for one in own)
+    by_rows = {one["cell"].rows: one for one in own if one["cell"].kv_bytes == size}
+    return by_rows[min(by_rows)], by_rows[max(by_rows)]
 
 
 def table_of(cells: Sequence[Mapping[str, Any]]) -> Table:
@@ -285,7 +407,7 @@ def _seconds(run: Callable[[], object], repeats: int) -> Spread:
 
 
 def main(
-    quick: Annotated[bool, typer.Option(help="bf16 alone, two shapes, fewer repeats.")] = False,
+    quick: Annotated[bool, typer.Option(help="bf16 alone, few shapes, fewer repeats.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
 ) -> None:
     """Measure the paged attention kernel.
@@ -301,12 +423,24 @@ def main(
             measure_cell(cell, backends, plan.repeats)
             for cell in progress.track(plan.cells, description="attention")
         ]
+        mixed = [measure_mixed(one, backends["ours"], plan.repeats) for one in plan.mixed]
         after = measure_machine(plan.repeats)
     speeds = {name: max(before[name], after[name]) for name in before}
     machine = machine_of(speeds)
     cells = [rated(one, machine) for one in measured]
-    headlines = headlines_of(cells)
-    write_results(json_file, {"plan": plan, "machine": speeds, "cells": cells, "headlines": headlines})
+    trees = costs_of_trees(mixed)
+    headlines = headlines_of(cells, trees)
+    write_results(
+        json_file,
+        {
+            "plan": plan,
+            "machine": speeds,
+            "cells": cells,
+            "mixed": mixed,
+            "tree_over_chain": trees,
+            "headlines": headlines,
+        },
+    )
     Console(highlight=False, width=140).print(table_of(cells))
     report_headlines(headlines)
 

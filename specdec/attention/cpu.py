@@ -59,6 +59,7 @@ class NativeStep(ctypes.Structure):
         ("observation", NativeObservation),
         ("num_known", ctypes.c_void_p),
         ("node_positions", ctypes.c_void_p),
+        ("is_tree", ctypes.c_void_p),
     ]
 
 
@@ -162,7 +163,8 @@ class CpuPagedAttention:
 
 def native_step(metadata: AttentionMetadata) -> NativeStep:
     """Describe `metadata` to the kernels; its tensors must outlive the result."""
-    mask, observation = metadata.ancestor_mask, metadata.observation
+    mask, is_tree, observation = metadata.ancestor_mask, metadata.is_tree, metadata.observation
+    assert (mask is None) == (is_tree is None), "trees come with a mask, and nothing else does"
     return NativeStep(
         metadata.query_start.data_ptr(),
         metadata.context_lens.data_ptr(),
@@ -175,6 +177,9 @@ def native_step(metadata: AttentionMetadata) -> NativeStep:
         metadata.block_tables.shape[1],
         0 if mask is None else mask.shape[1],
         NativeObservation() if observation is None else native_observation(observation),
+        None,
+        None,
+        None if is_tree is None else is_tree.data_ptr(),
     )
 
 

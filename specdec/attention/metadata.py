@@ -9,6 +9,7 @@ The tensors are contiguous and of fixed dtypes, so that kernels read them as the
     slot_mapping   int64 [T]      where the row's K/V go: block * block_size + offset
     positions      int64 [T]      position ids; in a chain also the row's index in its sequence's cache
     ancestor_mask  bool [T, max_query_len] or None when every sequence is a chain
+    is_tree        bool [S]       which sequences are trees; None when none is, or all are to be read as such
 
 Cache index c of sequence s holds the token of row c - (context_len - query_len) of this step, or an
 older token when that is negative. A row attends to every older token, and among this step's rows
@@ -58,6 +59,8 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     positions: torch.Tensor
     ancestor_mask: torch.Tensor | None
+    is_tree: torch.Tensor | None
+    """A backend that looks here reads no mask of a chain, nor keys that its rows do not see."""
     query_lens_host: tuple[int, ...]
     """Rows of each sequence, as Python numbers (no device read needed). Real sequences only."""
     context_lens_host: tuple[int, ...]
@@ -80,7 +83,7 @@ class AttentionMetadata:
 
     def to(self, device: torch.device) -> AttentionMetadata:
         """Return a copy with its tensors on `device`."""
-        mask, observation = self.ancestor_mask, self.observation
+        mask, is_tree, observation = self.ancestor_mask, self.is_tree, self.observation
         return replace(
             self,
             query_start=self.query_start.to(device),
@@ -89,6 +92,7 @@ class AttentionMetadata:
             slot_mapping=self.slot_mapping.to(device),
             positions=self.positions.to(device),
             ancestor_mask=None if mask is None else mask.to(device),
+            is_tree=None if is_tree is None else is_tree.to(device),
             observation=None if observation is None else observation.to(device),
         )
 
@@ -103,7 +107,7 @@ class AttentionMetadata:
         assert self.observation is None, "what is observed runs as it is"
         width = self.max_query_len if max_query_len is None else max_query_len
         total_rows = sum(self.query_lens_host)
-        mask = self.ancestor_mask
+        mask, is_tree = self.ancestor_mask, self.is_tree
         return AttentionMetadata(
             query_start=_grown(self.query_start, (num_sequences + 1,), fill=total_rows),
             context_lens=_grown(self.context_lens, (num_sequences,)),
@@ -111,6 +115,7 @@ class AttentionMetadata:
             slot_mapping=_grown(self.slot_mapping, (num_rows,)),
             positions=_grown(self.positions, (num_rows,)),
             ancestor_mask=None if mask is None else _grown(mask, (num_rows, width)),
+            is_tree=None if is_tree is None else _grown(is_tree, (num_sequences,)),
             query_lens_host=self.query_lens_host,
             context_lens_host=self.context_lens_host,
             block_size=self.block_size,
@@ -132,7 +137,8 @@ def build_metadata(
     query_lens, context_lens = rows.query_lens, rows.context_lens
     max_query_len = max(query_lens)
     positions, mask = cache_index, None
-    if any(s.parents is not None for s in slices):
+    trees = [piece.parents is not None for piece in slices]
+    if any(trees):
         positions, mask = _tree_rows(slices, query_start, cache_index, max_query_len)
     on_host = AttentionMetadata(
         query_start=torch.from_numpy(query_start),
@@ -141,6 +147,7 @@ def build_metadata(
         slot_mapping=torch.from_numpy(rows.slots),
         positions=torch.from_numpy(positions),
         ancestor_mask=None if mask is None else torch.from_numpy(mask),
+        is_tree=None if mask is None else torch.tensor(trees),
         query_lens_host=tuple(query_lens),
         context_lens_host=tuple(context_lens),
         block_size=block_size,

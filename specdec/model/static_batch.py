@@ -302,6 +302,7 @@ def static_metadata(
         slot_mapping=slot_mapping,
         positions=positions,
         ancestor_mask=ancestor_mask,
+        is_tree=None,
         query_lens_host=(),
         context_lens_host=(),
         block_size=runner.block_size,

@@ -5,7 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.cpu_attention import FULL, QUICK, Cell, Layers, Machine, headlines_of, rated
+from benchmarks.cpu_attention import (
+    FULL,
+    QUICK,
+    Batch,
+    Cell,
+    Layers,
+    Machine,
+    Mixed,
+    costs_of_trees,
+    headlines_of,
+    kv_bytes_of,
+    rated,
+)
 from benchmarks.report import Spread
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable
@@ -18,6 +30,12 @@ def cell_of(
     heads: str = "gqa", dtype: str = "bf16", batch: int = 2, context: int = 100, rows: int = 1
 ) -> Cell:
     return Cell(heads=heads, dtype=dtype, batch=batch, context=context, rows=rows)
+
+
+def mixed_of(drafts_are_a_tree: bool = True, context: int = 100) -> Mixed:
+    return Mixed(
+        heads="gqa", dtype="fp32", context=context, rows=40, drafts=7, drafts_are_a_tree=drafts_are_a_tree
+    )
 
 
 def measured(cell: Cell, seconds: float) -> dict[str, object]:
@@ -52,11 +70,15 @@ def test_headlines_are_of_the_largest_batch_of_grouped_queries() -> None:
             (cell_of(context=1000), 1e-2),
             (cell_of(context=1000, rows=5), 2e-2),
             (cell_of("mha", context=1000), 1.0),
+            (cell_of("gqa7", context=1000), 1.0),
+            (cell_of("gqa7", context=1000, rows=5), 1.25),
             (cell_of(dtype="fp32", context=1000), 1.0),
         )
     ]
-    numbers = headlines_of(cells)
+    numbers = headlines_of(cells, {"early": 1.1, "late": 1.0})
     assert numbers["cpu_attention_verify_over_decode"] == pytest.approx(2.0)
+    assert numbers["cpu_attention_wide_group_verify_over_decode"] == pytest.approx(1.25)
+    assert numbers["cpu_attention_tree_over_chain_beside_chunk"] == 1.1
     assert numbers["cpu_attention_decode_gb_s_share"] == cells[1]["share_of_stream"]
     assert numbers["cpu_attention_verify_gflop_s_share"] == cells[2]["share_of_product"]
 
@@ -64,14 +86,42 @@ def test_headlines_are_of_the_largest_batch_of_grouped_queries() -> None:
 def test_the_plans_hold_what_headlines_want() -> None:
     for plan in (FULL, QUICK):
         assert {one.rows for one in plan.cells if (one.heads, one.dtype) == ("gqa", "bf16")} == {1, 2, 5}
-        assert {one.heads for one in plan.cells} == {"gqa", "mha"}
+        assert {one.rows for one in plan.cells if one.heads == "gqa7"} == {1, 2, 5}
+        assert {one.heads for one in plan.cells} == {"gqa", "mha", "gqa7"}
+        assert {one.drafts_are_a_tree for one in plan.mixed} == {False, True}
 
 
-@pytest.mark.parametrize("heads", ["gqa", "mha"])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_both_ways_attend_to_the_same(heads: str, rows: int) -> None:
-    cell = cell_of(heads, "fp32", rows=rows)
-    layers = Layers(cell, cold_bytes=3 * cell.kv_bytes)
+def test_heads_of_qwen_are_seven_to_one() -> None:
+    cell = cell_of("gqa7", rows=5)
+    assert cell.kv_bytes == 2 * 100 * (4 + 4) * 128 * 2
+    assert cell.num_operations == 2 * 5 * 100 * 28 * 128 * (2 + 2)
+
+
+def test_a_tree_beside_a_chunk_is_compared_with_a_chain_there() -> None:
+    chunk, drafts = mixed_of().reads
+    assert (chunk.rows, chunk.parents) == (40, None)
+    assert (drafts.rows, drafts.parents) == (7, (-1, 0, 0, 1, 1, 2, 2))
+    assert mixed_of(drafts_are_a_tree=False).reads == [chunk, drafts._replace(parents=None)]
+    times = [
+        {"mixed": mixed_of(is_tree, context), "layer_s": Spread((seconds,))}
+        for is_tree, context, seconds in (
+            *((False, 100, 2.0), (True, 100, 3.0)),
+            *((False, 0, 1.0), (True, 0, 1.0)),
+        )
+    ]
+    assert costs_of_trees(times) == {"fp32_chunk_at_100": 1.5, "fp32_chunk_at_0": 1.0}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        *(cell_of(heads, "fp32", rows=rows) for heads in ("gqa", "mha", "gqa7") for rows in (1, 5)),
+        *(mixed_of(is_tree) for is_tree in (False, True)),
+    ],
+    ids=str,
+)
+def test_both_ways_attend_to_the_same(batch: Batch) -> None:
+    layers = Layers(batch, cold_bytes=3 * kv_bytes_of(batch))
     assert layers.num_layers == 3
     try:
         ours = CpuPagedAttention()

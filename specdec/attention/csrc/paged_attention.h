@@ -22,7 +22,7 @@ namespace dh {
 
 constexpr int kStep = 64;     // keys between two looks at the running maximum
 constexpr int kChunk = 512;   // keys of one partial softmax
-constexpr int kRowBlock = 32; // query rows (of all heads that share a KV head) that share one pass over the keys
+constexpr int kRowBlock = 64; // most query rows (of all heads that share a KV head) that share a pass over the keys
 constexpr int kMaxHeadDim = 256;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -33,7 +33,7 @@ struct Step {
   const int32_t* block_tables;
   const int64_t* slots;
   const int64_t* positions;
-  const uint8_t* ancestor_mask;  // null: chains only
+  const uint8_t* ancestor_mask;  // rows of chains are not looked at; null: chains only
   int32_t num_rows;
   int32_t num_sequences;
   int32_t table_width;
@@ -42,7 +42,9 @@ struct Step {
   // Trees of which a part was read before; null: none. Columns of the mask begin with these nodes.
   const int32_t* num_known;       // of each sequence: nodes whose K/V lie before those of this step's rows
   const int64_t* node_positions;  // [sequences, mask_width], of all nodes
+  const uint8_t* is_tree;         // of each sequence; null: chains only
 
+  bool tree(int sequence) const { return is_tree != nullptr && is_tree[sequence]; }
   int known(int sequence) const { return num_known == nullptr ? 0 : num_known[sequence]; }
 };
 
@@ -172,6 +174,7 @@ class BlockAttention {
     row_start_ = step_.query_start[block.sequence];
     context_ = step_.context_lens[block.sequence];
     base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_) - step_.known(block.sequence);
+    is_tree_ = step_.tree(block.sequence);
     for (int r = 0; r < block.count; ++r) {
       alignas(64) uint32_t units[kMaxHeadDim] = {};
       std::memcpy(units, op_.query.at(row(r), head(r)), layer_.head_dim * sizeof(T));
@@ -416,7 +419,7 @@ class BlockAttention {
   // Masks keys [key, key + padded) for row r.
   void mask(int r, int key, int padded) {
     float* scores = scores_ + r * kStep;
-    if (step_.ancestor_mask != nullptr) {
+    if (is_tree_) {
       if (layer_.window != 0 || key + padded > base_)
         for (int t = 0; t < padded; ++t)
           if (!visible_in_tree(r, key + t)) scores[t] = kMinusInfinity;
@@ -551,6 +554,7 @@ class BlockAttention {
   int64_t row_start_ = 0;
   int context_ = 0;
   int base_ = 0;  // cached tokens older than this step
+  bool is_tree_ = false;
   BlockSums* sums_ = nullptr;
   alignas(64) static constexpr T kNoNumbers[kMaxHeadDim] = {};  // a row where there is none
   const T* rows_[kStep + 1];  // products of values may be of two: of the last one and of none
@@ -637,22 +641,22 @@ struct AttentionPlan {
     return int64_t(last - first) * (8 + block.count) + 256;
   }
 
+  // Blocks of a sequence and KV head come one after the other: keys of the one before may still be in a cache.
   template <typename Visit>
   static void for_each_block(const Step& step, const Layer& layer, int group, const Visit& visit) {
     for (int s = 0; s < step.num_sequences; ++s) {
       const int rows = step.query_start[s + 1] - step.query_start[s];
       const int base = step.context_lens[s] - rows;
-      for (int first = 0; first < rows * group; first += kRowBlock) {
-        const int count = std::min(kRowBlock, rows * group - first);
-        const bool tree = step.ancestor_mask != nullptr;
-        const int last_key = tree ? base + rows : base + (first + count - 1) / group + 1;
-        // No row of this step stands at a lower position than its tree, nor, in a chain, than its index.
-        const int lowest = tree ? base - step.known(s) : base + first / group;
-        const int first_key = layer.window == 0 ? 0 : std::max(0, lowest - layer.window + 1) / kStep * kStep;
-        for (int head = 0; head < layer.num_kv_heads; ++head) {
+      const bool tree = step.tree(s);
+      for (int head = 0; head < layer.num_kv_heads; ++head) {
+        in_even_parts(kRowBlock, rows * group, [&](int count, int first) {
+          const int last_key = tree ? base + rows : base + (first + count - 1) / group + 1;
+          // No row of this step stands at a lower position than its tree, nor, in a chain, than its index.
+          const int lowest = tree ? base - step.known(s) : base + first / group;
+          const int first_key = layer.window == 0 ? 0 : std::max(0, lowest - layer.window + 1) / kStep * kStep;
           const RowBlock block = {s, head, first, count};
           visit(block, first_key, last_key, cost_of(block, first_key, last_key));
-        }
+        });
       }
     }
   }

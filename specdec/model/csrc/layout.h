@@ -51,17 +51,17 @@ class Layout {
     position_ids_.clear();
     absolute_.clear();
     logit_rows_.clear();
+    is_tree_.clear();
     int64_t longest = 0, num_rows = 0, most_nodes = 0;
-    bool has_trees = false;
     has_known_ = false;
     for (const Slice& slice : slices) {
       longest = std::max(longest, slice.start + slice.num_rows);
       num_rows += slice.num_rows;
-      most_nodes = std::max(most_nodes, slice.num_known + slice.num_rows);
-      has_trees |= slice.parents != nullptr;
+      is_tree_.push_back(slice.parents != nullptr);
+      if (is_tree_.back()) most_nodes = std::max(most_nodes, slice.num_known + slice.num_rows);
       has_known_ |= slice.num_known > 0;
     }
-    mask_width_ = has_trees ? int(most_nodes) : 0;
+    mask_width_ = int(most_nodes);
     mask_.assign(num_rows * mask_width_, 0);
     num_known_.clear();
     node_positions_.assign(slices.size() * mask_width_, 0);
@@ -72,13 +72,13 @@ class Layout {
       const int64_t end = slice.start + slice.num_rows;
       std::copy_n(slice.block_table, (end + block_size - 1) / block_size, &block_tables_[s * table_width_]);
       const int64_t first_row = int64_t(positions_.size());
-      if (has_trees) place_nodes(slice, &node_positions_[s * mask_width_]);
+      if (is_tree_[s]) place_nodes(slice, &node_positions_[s * mask_width_]);
       num_known_.push_back(int32_t(slice.num_known));
       for (int64_t at = slice.start; at < end; ++at) {
         slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
         const int64_t node = slice.num_known + at - slice.start;
-        positions_.push_back(has_trees ? node_positions_[s * mask_width_ + node] : at);
-        if (has_trees) see_path(slice, first_row, node);
+        positions_.push_back(is_tree_[s] ? node_positions_[s * mask_width_ + node] : at);
+        if (is_tree_[s]) see_path(slice, first_row, node);
         const int64_t position = positions_.back() + slice.num_dropped;
         absolute_.push_back(position);
         position_ids_.push_back(position < slice.shift_end ? position + slice.shift : position);
@@ -94,7 +94,7 @@ class Layout {
     return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(), positions_.data(),
             mask_width_ == 0 ? nullptr : mask_.data(), int32_t(positions_.size()), int32_t(context_lens_.size()),
             table_width_, mask_width_, {}, has_known_ ? num_known_.data() : nullptr,
-            has_known_ ? node_positions_.data() : nullptr};
+            has_known_ ? node_positions_.data() : nullptr, mask_width_ == 0 ? nullptr : is_tree_.data()};
   }
 
   // What the model is given; `Step::positions` are, of chains, the places in the block table.
@@ -104,14 +104,10 @@ class Layout {
   const std::vector<int64_t>& logit_rows() const { return logit_rows_; }
 
  private:
-  static int64_t parent_of(const Slice& slice, int64_t node) {
-    return slice.parents == nullptr ? node - 1 : slice.parents[node];
-  }
-
   // Siblings stand at the same position, wherever their K/V are.
   static void place_nodes(const Slice& slice, int64_t* positions) {
     for (int64_t node = 0; node < slice.num_known + slice.num_rows; ++node) {
-      const int64_t parent = parent_of(slice, node);
+      const int64_t parent = slice.parents[node];
       positions[node] = parent < 0 ? slice.start - slice.num_known : positions[parent] + 1;
     }
   }
@@ -120,16 +116,16 @@ class Layout {
   void see_path(const Slice& slice, int64_t first_row, int64_t node) {
     uint8_t* sees = &mask_[(first_row + node - slice.num_known) * mask_width_];
     sees[node] = 1;
-    int64_t parent = parent_of(slice, node);
+    int64_t parent = slice.parents[node];
     if (parent >= slice.num_known)
       std::copy_n(&mask_[(first_row + parent - slice.num_known) * mask_width_], parent + 1, sees);
     else  // it has no row here
-      for (; parent >= 0; parent = parent_of(slice, parent)) sees[parent] = 1;
+      for (; parent >= 0; parent = slice.parents[parent]) sees[parent] = 1;
   }
 
   std::vector<int32_t> query_start_, context_lens_, block_tables_;
   std::vector<int64_t> slots_, positions_, position_ids_, absolute_, logit_rows_;
-  std::vector<uint8_t> mask_;
+  std::vector<uint8_t> mask_, is_tree_;
   std::vector<int32_t> num_known_;
   std::vector<int64_t> node_positions_;
   int table_width_ = 0, mask_width_ = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,19 @@ class TestCpuPagedAttention(AttentionContract):
             torch.set_num_threads(before)
         assert outputs[0][1].isnan().all()
         torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0, equal_nan=True)
+
+    @DTYPES
+    @pytest.mark.parametrize("window", [None, 100])
+    def test_a_chain_comes_out_the_same_beside_a_tree(
+        self, backend: AttentionBackend, window: int | None, dtype: torch.dtype
+    ) -> None:
+        """Bitwise: it is not read with a mask, as the tree is."""
+        shapes = [(200, 700), (9, 600), (5, 80)]
+        case = make_case(shapes, dtype=dtype, window=window, trees=True)
+        chunk, *trees = case.pieces
+        case = replace(case, pieces=[replace(chunk, parents=None), *trees])
+        self.check(backend, case)
+        assert torch.equal(attend(backend, case)[0][:200], attend(backend, case.only(0))[0])
 
 
 class TestPacked(AttentionContract):

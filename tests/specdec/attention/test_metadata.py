@@ -77,7 +77,10 @@ def test_tensors_follow_their_definition(batch: Batch) -> None:
                 assert set(metadata.ancestor_mask[row].nonzero().flatten().tolist()) == seen
             row += 1
     assert metadata.num_rows == row
-    assert (metadata.ancestor_mask is None) == all(piece.parents is None for piece in batch.slices)
+    trees = [piece.parents is not None for piece in batch.slices]
+    assert (metadata.ancestor_mask is None) == (not any(trees))
+    found = None if metadata.is_tree is None else metadata.is_tree.tolist()
+    assert found == (trees if any(trees) else None)
     assert metadata.max_query_len == max(metadata.query_lens_host)
     assert metadata.max_context_len == max(metadata.context_lens_host)
 
@@ -124,6 +127,9 @@ def test_padding_adds_rows_of_nobody_that_write_into_the_scratch_block(
         assert padded.ancestor_mask is not None
         assert padded.ancestor_mask.shape == (old_rows + rows, metadata.max_query_len + width)
         assert int(padded.ancestor_mask.sum()) == int(metadata.ancestor_mask.sum())
+        assert padded.is_tree is not None
+        assert metadata.is_tree is not None
+        assert padded.is_tree.tolist() == metadata.is_tree.tolist() + [False] * sequences
 
 
 def test_a_numpy_block_table_gives_the_same_as_a_list() -> None:
