@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from ray.serve.schema import ApplicationStatus
 from cluster.autoscaling.draft_demand import demand_of
 from cluster.autoscaling.serve_policy import group_stats
 from cluster.autoscaling.waking import PoolWaker
+from cluster.autoscaling.wanted import tell_woken
 from cluster.config import ClusterConfig
 from cluster.desk import RequestDesk
 from cluster.directory import Member
@@ -60,7 +62,10 @@ class CoordinatorReplica:
         self._cluster = cluster
         self._draft_generation = draft_generation(drafter_of_pool(engine) or engine)
         self._closed = False
-        self._pool_waker = None if draft_pool is None else PoolWaker(draft_pool, cluster.draft_pool)
+        self._pool_waker: PoolWaker | None = None
+        if draft_pool is not None:
+            tell = partial(tell_woken, cluster.namespace, "draft")
+            self._pool_waker = PoolWaker(draft_pool, cluster.draft_pool, tell)
         self._has_drafters = False
         self._demand_due_s = 0.0
         self._announcing = threading.Lock()
@@ -173,8 +178,9 @@ class CoordinatorReplica:
         self._directory.tell("report_demand", self._peer_id, demand)
 
     def _recent(self) -> RecentStatus | None:
+        """Return what rounds are like; None while there is no target: what is known is of the one before."""
         status = self._desk.status
-        return None if status is None else status.recent
+        return None if status is None or self._desk.description is None else status.recent
 
     def _follow(self, members: tuple[Member, ...]) -> None:
         """Let current ingresses speak to us; use current draft workers."""

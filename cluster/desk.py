@@ -32,7 +32,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import MAX_LOGPROBS
-from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerId, PeerLost
+from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerFound, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
     Admitted,
@@ -59,6 +59,16 @@ _RELOADED_AFTER_S = 10.0
 """What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""
 _RUN_ALONE_AFTER_S = 5.0
 """The same, while requests run alone or come back."""
+_OF_THE_MOMENT = frozenset(
+    {
+        "num_requests_running",
+        "queue_wait_seconds",
+        "kv_cache_usage_perc",
+        "target_utilization",
+        "draft_utilization",
+    }
+)
+"""Of an engine's metrics: what is 0 when it is not there any more."""
 _HEAD_BYTES = 64
 """Of a frame, before its outputs, and of an output's lists of log-probabilities."""
 _SCORE_BYTES = 18
@@ -179,6 +189,7 @@ class RequestDesk:
         """Return what the engine said last, and what only the desk knows.
 
         While there is no target, nothing runs, and all that are here wait: no engine is there to say so.
+        What the last one said of how things were is over.
         """
         values = {
             **self.engine_metrics,
@@ -188,8 +199,8 @@ class RequestDesk:
             'channel_messages_dropped{reason="unexpected_kind"}': self.num_unexpected,
         }
         if self._description is None:
-            none_left = {"num_requests_running": 0, "kv_cache_usage_perc": 0.0}
-            return {**values, **none_left, "num_requests_waiting": len(self._streams)}
+            at_rest = dict.fromkeys(_OF_THE_MOMENT & values.keys(), 0.0)
+            return {**values, **at_rest, "num_requests_waiting": len(self._streams)}
         num_waiting = values.get("num_requests_waiting", 0) + len(self._submitted)
         return {**values, "num_requests_waiting": num_waiting}
 
@@ -222,7 +233,7 @@ class RequestDesk:
                     for resumption in failed:
                         self._failed.keep(resumption)
                     self._send(sender, Welcome(incarnation, self._description))
-                case PeerLost():
+                case PeerLost() | PeerFound():
                     pass  # it is noticed by its silence
                 case _:
                     self.num_unexpected += 1

@@ -123,6 +123,13 @@ class DirectoryProcess:
         """Note how many target groups or draft workers a policy has decided (`autoscaling.wanted`)."""
         self._wanted[part] = number
 
+    def note_woken(self, part: str) -> None:
+        """Note that somebody waits for the first target group or draft worker (`autoscaling.waking`).
+
+        Serve starts one for that by itself, and asks no policy until it is there.
+        """
+        self._wanted[part] = max(1, self._wanted.get(part, 0))
+
     def wanted(self) -> dict[str, int]:
         """How many there should be, of those parts of which a policy has said so."""
         return dict(self._wanted)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cluster.directory import Member
 from cluster.shared_metrics import SharedMetrics, is_sound
 from specdec.core.errors import NotReadyError
-from specdec.transport.base import PeerAddress, PeerId, PeerLost
+from specdec.transport.base import LinkNews, PeerAddress, PeerId
 from specdec.transport.messages import DoorReport, DoorTotals, Message
 from specdec.transport.pump import ChannelPump
 
@@ -87,7 +87,7 @@ class DoorAccount:
             self._pump.connect(others[keeper])
         self._linked = keeper
 
-    def hear(self, sender: PeerId, message: Message | PeerLost) -> bool:
+    def hear(self, sender: PeerId, message: Message | LinkNews) -> bool:
         """Take a message in; return whether it was about the account."""
         if not isinstance(message, DoorReport | DoorTotals):
             return False

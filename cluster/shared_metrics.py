@@ -50,6 +50,7 @@ class SharedMetrics:
         self._me = me
         self._since = since
         self._doors: tuple[PeerId, ...] = (me,)
+        self._has_seen_doors = False
         self._reports: dict[PeerId, DoorReport] = {}
         """The last of each door, also of those that are gone: a few kilobytes each."""
         self._told: DoorTotals | None = None
@@ -85,8 +86,10 @@ class SharedMetrics:
 
     def set_doors(self, doors: Iterable[Member]) -> None:
         """Take in who is there; this door is, whatever the directory says."""
-        did_keep = self.keeps
         others = {(door.since, door.peer_id) for door in doors if door.peer_id != self._me}
+        # Who finds others there is not the first, though its clock may say so: one of them kept the account.
+        did_keep = self.keeps and (self._has_seen_doors or not others)
+        self._has_seen_doors = True
         self._doors = tuple(peer_id for _, peer_id in sorted({*others, (self._since, self._me)}))
         if self.keeps and not did_keep:
             self._num_waits = _MOST_WAITS
@@ -135,6 +138,8 @@ class SharedMetrics:
             if self._told is not None:
                 self._carry(self._told.counters, totals.counters)
                 totals = self._sum(of_groups)
+        if self._told is not None:
+            totals = DoorTotals(_not_below(totals.counters, self._told.counters), totals.gauges)
         self._told, self._told_by = totals, self._me
         return totals
 
@@ -160,6 +165,18 @@ class SharedMetrics:
                 if value > 0 and (name in present or not is_of_one_group(name))
             },
         )
+
+
+def _not_below(sums: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:
+    """Return sums, of which none is less than what was told of it because of how it is rounded.
+
+    The same numbers, added up in another order, may differ in their last bits, and for Prometheus a counter
+    that falls by one has begun anew.
+    """
+    return {
+        name: max(value, told[name]) if name in told and math.isclose(value, told[name]) else value
+        for name, value in sums.items()
+    }
 
 
 def _add(sums: dict[str, float], values: Mapping[str, float]) -> None:

@@ -54,7 +54,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request
 from specdec.kv.caching_allocator import BlockKey
-from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerId, PeerLost
+from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerFound, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
     Admitted,
@@ -327,6 +327,8 @@ class StreamBook:
         if isinstance(envelope.message, PeerLost):
             self._give_up_on(coordinator)
             return
+        if isinstance(envelope.message, PeerFound):
+            return  # whether it works is for its own words to say
         is_back = self._coordinators.hear(coordinator)
         match envelope.message:
             case OutputFrame(outputs=outputs):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
 from cluster.autoscaling.waking import waker_of
+from cluster.autoscaling.wanted import tell_woken
 from cluster.client import ClusterService
 from cluster.config import ClusterConfig
 from deploy.api_keys import ApiKeysFile, follow_api_keys, take_api_keys
@@ -50,7 +52,8 @@ class ModelBehind:
         """Return the model as the HTTP application wants it, with the tokenizer of this node's folder."""
         folder, is_trusted = Path(self.target.model), self.target.trust_remote_code
         tokenizer = HuggingFaceTokenizer.load(folder, trust_remote_code=is_trusted)
-        wake = waker_of(coordinators) if self.cluster.target_groups.may_be_none else None
+        tell = partial(tell_woken, self.cluster.namespace, "target")
+        wake = waker_of(coordinators, tell) if self.cluster.target_groups.may_be_none else None
         service = ClusterService(self.cluster, self.generation, wake=wake)
         return DoorModel(service, self.settings, tokenizer)
 

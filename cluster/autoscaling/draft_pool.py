@@ -20,7 +20,9 @@ class PoolLoad:
     usage: float = 0.0
     """Requests in the pool over those that it takes, 0 to 1; workers that refuse some count as full."""
     utilization: float = 0.0
-    """Share of the time in which its workers draft."""
+    """Share of the time, idle time included, in which a worker drafts: the mean over them."""
+    drafting_share: float = 0.0
+    """Share of a round that drafting takes, hidden or not."""
     wait_share: float = 0.0
     """Share of a round in which it waits for drafts: the part of drafting that is not hidden."""
     hidden_share: float | None = None
@@ -50,8 +52,10 @@ def loss_of_one_less(load: PoolLoad) -> float:
         return 1.0
     grown = n / (n - 1)
     hidden = load.hidden_share or 0.0
-    # As seen from a round: what is drafted behind verification grows as well, and may outgrow it.
-    overflow = max(0.0, load.utilization * hidden * grown - (1.0 - load.wait_share))
+    # What is drafted behind verification grows as well, and may outgrow it: in a round, or, of a worker that
+    # several groups share, all the time that it has.
+    drafting = max(load.drafting_share, load.utilization)
+    overflow = max(0.0, drafting * hidden * grown - (1.0 - load.wait_share))
     return load.wait_share * (grown - 1.0) + overflow
 
 
@@ -64,8 +68,11 @@ def wanted_workers(load: PoolLoad, config: DraftScalingConfig) -> Wish:
         return Wish(number=1, is_idle=True)
     if load.worth is not None and load.worth <= 1.0:
         return Wish(number=1)  # the target alone is as fast
+    most = math.ceil(load.num_requests)  # a request is drafted for by one worker: others have nothing to do
+    if n > most:
+        return Wish(number=n - 1)
     busiest = max(load.usage, load.utilization)
-    if busiest > config.target_utilization and gain_of_one_more(load) >= config.min_gain:
+    if n < most and busiest > config.target_utilization and gain_of_one_more(load) >= config.min_gain:
         return Wish(number=n + 1)
     if n > 1:
         remaining = math.ceil(n * busiest / config.target_utilization)

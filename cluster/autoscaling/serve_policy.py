@@ -94,6 +94,7 @@ def pool_load(reports: Sequence[Mapping[str, float]]) -> PoolLoad:
         num_requests=latest("num_requests") or 0.0,
         usage=sum(usages) / len(usages) if usages else 0.0,
         utilization=latest("utilization") or 0.0,
+        drafting_share=latest("drafting_share") or 0.0,
         wait_share=latest("wait_share") or 0.0,
         hidden_share=latest("hidden_share"),
         worth=latest("worth"),

@@ -1,7 +1,8 @@
 """Starting the first replica of a deployment that has none: Serve does so for a call that waits for one.
 
 The first call by a handle looks Serve's controller up, and waits for Ray's head, which may be away for a
-minute. So calls are made in threads of their own.
+minute. So calls are made in threads of their own. While Serve starts it, it asks no policy how many there
+should be, so whoever calls tells (`wanted.tell_woken`): nobody would miss one that finds no place.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class PoolWaker:
     For the coordinator's channel thread, in which nothing may wait.
     """
 
-    def __init__(self, pool: Any, config: DraftPoolConfig) -> None:
-        """`pool` is the deployment's handle."""
+    def __init__(self, pool: Any, config: DraftPoolConfig, tell: Callable[[], None]) -> None:
+        """`pool` is the deployment's handle; `tell` says that it was called, and may wait for Ray's head."""
         scaling = config.autoscaling
         self._pool = pool if scaling is not None and scaling.min_workers == 0 else None
+        self._tell = tell
         self._call: Any = None
         self._called_s = -_AGAIN_S
         self._calling: threading.Thread | None = None
@@ -55,16 +57,24 @@ class PoolWaker:
             self._call.cancel()
         try:
             self._call = pool.wake.remote()
+            self._tell()
         except _FAILURES as error:
             logger.warning("the draft pool could not be woken: %s", error)
 
 
-def waker_of(coordinators: Any) -> Callable[[], Awaitable[None]]:
-    """Return what wakes the target groups and waits until there is one. `coordinators` is their handle."""
+def waker_of(coordinators: Any, tell: Callable[[], None]) -> Callable[[], Awaitable[None]]:
+    """Return what wakes the target groups and waits until there is one.
+
+    Args:
+        coordinators: their handle.
+        tell: says that it was called; it may wait for Ray's head.
+    """
 
     async def wake() -> None:
         try:
-            await (await asyncio.to_thread(coordinators.wake.remote))
+            answer = await asyncio.to_thread(coordinators.wake.remote)
+            await asyncio.to_thread(tell)
+            await answer
         except _FAILURES as error:
             logger.warning("the target groups could not be woken: %s", error)
 

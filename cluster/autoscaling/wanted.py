@@ -1,7 +1,8 @@
 """How many target groups and draft workers there should be, on its way from the policies to the doors, who
 export it: over the directory.
 
-Serve runs the policies in its controller, and says nowhere in public what it has asked for.
+Serve runs the policies in its controller, and says nowhere in public what it has asked for. The first of a
+part that has none it starts without asking them, for a call that waits for one: whoever calls says so.
 """
 
 from __future__ import annotations
@@ -76,6 +77,20 @@ class WantedTeller:
         self._directory = self._find(self._namespace)
         if self._directory is not None:
             self._find_s = self._clock() + _FIND_AGAIN_S
+
+
+def tell_woken(namespace: str, part: Part) -> None:
+    """Tell the directory that Serve was made to start the first one of a part. It may wait for Ray's head.
+
+    What is lost is lost: who goes on waiting calls again.
+    """
+    directory = find_directory(namespace)
+    if directory is None:
+        return
+    try:
+        directory.note_woken.remote(part)
+    except (RayError, AttributeError) as error:  # the last: a directory of an older version
+        logger.info("the directory cannot be told who is waited for: %s", error)
 
 
 def read_wanted(namespace: str) -> Mapping[str, int] | None:

@@ -52,7 +52,8 @@ def _burns(
         severity=severity,
         summary="{{ $labels.job }}: {{ $value | humanizePercentage }} of requests fail",
         description="Requests for text to {{ $labels.job }} fail, with status 500 or more or in the middle "
-        f"of a stream, {often}, for {short} and for {long}.",
+        f"of a stream, {often}, for {short} and for {long}. Those that ran out of a time which their client "
+        "has set, less than the server's own, do not count.",
     )
 
 
@@ -100,7 +101,8 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
             severity="warning",
             summary="{{ $labels.job }} turns {{ $value | humanizePercentage }} of requests away",
             description="The queue of {{ $labels.job }} is full, or too long for the time that clients give, "
-            "and they get 429. Add target groups, or accept less.",
+            "and they get 429. Add target groups, or accept less. Requests of API keys at a limit of their "
+            "own do not count.",
         ),
         Alert(
             name="DrafthouseOutOfTime",

@@ -46,6 +46,14 @@ def _checked(name: str, kind: Kind) -> _Exported:
     return _Exported(series.labels, series.combination, is_of_model=True)
 
 
+def share(part: str, whole: str) -> str:
+    """Return what one expression is of another; nothing where that is 0, rather than no number.
+
+    A number that is none is drawn in red, and makes every mean over a time with it one.
+    """
+    return f"{part} / ({whole} > 0)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """Which jobs expressions are about, and over which time they look.
@@ -89,16 +97,18 @@ class Scope:
         """Return by how much a counter has grown within the window."""
         return self._of_counter("increase", name, by, where)
 
-    def ratio(self, part: str, whole: str, *, by: Sequence[str] = ()) -> str:
-        """Return by how much one counter grows for each one that another grows by."""
-        return f"{self.rate(part, by=by)} / {self.rate(whole, by=by)}"
+    def ratio(self, part: str, whole: str, *, by: Sequence[str] = (), where: str = "") -> str:
+        """Return by how much one counter grows for each one that another grows by; nothing at rest."""
+        return share(self.rate(part, by=by, where=where), self.rate(whole, by=by, where=where))
 
     def quantile(self, quantile: float, name: str) -> str:
-        """Return a quantile of what a histogram has seen within the window."""
-        return f"histogram_quantile({quantile:g}, {self._buckets(name)})"
+        """Return a quantile of what a histogram has seen within the window; nothing where it saw nothing."""
+        return f"histogram_quantile({quantile:g}, {self._buckets(name)}) >= 0"  # of nothing it is no number
 
     def share_within(self, name: str, bound: str) -> str:
         """Return the share of what a histogram has seen within the window that was at most `bound`.
+
+        There is none where it saw nothing.
 
         Args:
             name: of the histogram.
@@ -107,8 +117,8 @@ class Scope:
         exported = _checked(name, "histogram")
         within = self._selector(f"{PREFIX}{name}_bucket", f'le="{bound}"', exported)
         seen = self._selector(f"{PREFIX}{name}_count", "", exported)
-        return (
-            f"max by ({JOB}) (rate({within}[{self.window}])) / max by ({JOB}) (rate({seen}[{self.window}]))"
+        return share(
+            f"max by ({JOB}) (rate({within}[{self.window}]))", f"max by ({JOB}) (rate({seen}[{self.window}]))"
         )
 
     def _buckets(self, name: str) -> str:

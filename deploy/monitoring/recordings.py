@@ -37,11 +37,7 @@ def recordings(objectives: Objectives) -> tuple[Recording, ...]:
             name=NEXT_TOKENS_IN_TIME,
             expression=_5M.share_within("inter_token_latency_seconds", objectives.next_tokens_bound),
         ),
-        Recording(
-            name=ACCEPTANCE,
-            # 0 / 0 while nothing is drafted is not stored: no mean over a time with one NaN is a number.
-            expression=f"{accepted_share(_30M)} >= 0",
-        ),
+        Recording(name=ACCEPTANCE, expression=accepted_share(_30M)),
         Recording(
             name="job:drafthouse_tokens_per_proposal:ratio_rate5m",
             expression=tokens_per_proposal(_5M),

@@ -329,7 +329,9 @@ class _Door:
             model = self._chosen(body.model)
             description = model.require_description()
             event_id, identity = _event_id(http)
-            limit_s = time_limit(body, http.headers.get(TIMEOUT_HEADER), model.settings.request_timeout_s)
+            longest_s = model.settings.request_timeout_s
+            limit_s = time_limit(body, http.headers.get(TIMEOUT_HEADER), longest_s)
+            http.state.has_own_limit = limit_s != longest_s
             try:
                 async with asyncio.timeout(limit_s):
                     prepared = await prepare(body, description, model.tokenizer, model.settings, identity)
@@ -393,7 +395,13 @@ class _Door:
             )
             if prepared.body.stream:
                 stream = EventStream(
-                    prepared, outputs, model.tokenizer, self._pace, self.metrics, note_failure
+                    prepared,
+                    outputs,
+                    model.tokenizer,
+                    self._pace,
+                    self.metrics,
+                    note_failure,
+                    has_own_limit=prepared.limit_s != settings.request_timeout_s,
                 )
                 if comeback is not None:
                     delivered = comeback.delivered(prepared, model.tokenizer, description)

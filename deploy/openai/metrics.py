@@ -44,6 +44,7 @@ E2E_BUCKETS_S = (
 DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
     "http_requests": ("route", "status"),
     "streams_failed": ("code",),
+    "http_client_timeouts": ("status",),
     "model_info": ("model_name",),
     "api_key_tokens": ("key",),
     "api_key_refusals": ("key", "limit"),
@@ -62,7 +63,9 @@ STREAM_FAILURES = (
 )
 """Codes by which failed streams are told apart; all others are `other`."""
 GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
-_FROM_ZERO = ("429", "500", "503", "504")
+_OUT_OF_TIME, _BEGUN = "504", "200"
+"""Statuses of requests whose time is up: before their answer has begun, and behind that."""
+_FROM_ZERO = ("429", "500", "503", _OUT_OF_TIME)
 """Statuses that alerts look at. They are there from the start, as codes of streams are: many fail at once,
 and for Prometheus a counter that begins at fifty has not grown."""
 MODEL_LABEL = "model_name"
@@ -86,6 +89,13 @@ class DoorMetrics:
         )
         for code in (*STREAM_FAILURES, "other"):
             self.streams_failed.labels(code)
+        self.client_timeouts = self._counter(
+            "http_client_timeouts",
+            "Requests that ended because the time that their client gave, less than the server gives, was "
+            "up, by status: 504, or 200 where a stream had begun.",
+        )
+        for status in (_BEGUN, _OUT_OF_TIME):
+            self.client_timeouts.labels(status)
         self.in_progress = Gauge(
             f"{PREFIX}http_requests_in_progress", "HTTP requests being answered.", registry=self.registry
         )
@@ -161,8 +171,17 @@ class DoorMetrics:
             values.update((_key(sample), sample.value) for sample in _lasting(family))
         return DoorReport(counters, gauges)
 
-    def note_failed_stream(self, code: str | None) -> None:
-        """Count a stream that ended in an error after it had begun."""
+    def note_answer(self, route: str, status: int, *, has_own_limit: bool) -> None:
+        """Count an answered request; `has_own_limit`: its client gave it less time than the server."""
+        self.http_requests.labels(route, str(status)).inc()
+        if has_own_limit and str(status) == _OUT_OF_TIME:
+            self.client_timeouts.labels(_OUT_OF_TIME).inc()
+
+    def note_failed_stream(self, code: str | None, *, has_own_limit: bool = False) -> None:
+        """Count a stream that ended in an error after it had begun; `has_own_limit` as for an answer."""
+        if has_own_limit and code == TIMED_OUT:
+            self.client_timeouts.labels(_BEGUN).inc()
+            return
         self.streams_failed.labels(code if code in STREAM_FAILURES else "other").inc()
 
     def observe_parts(self, stats: RequestStats) -> None:

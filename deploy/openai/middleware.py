@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class Border:
-    """Counts requests, and turns whatever a route raises into an error body without internals."""
+    """Counts requests, and turns whatever a route raises into an error body without internals.
+
+    Routes say in `state.has_own_limit` whether a request's client gave it less time than the server does.
+    """
 
     def __init__(self, app: ASGIApp, metrics: DoorMetrics) -> None:
         self._app = app
@@ -63,7 +66,8 @@ class Border:
             await api_error.response()(scope, receive, send_noting_status)
         finally:
             status = status or CLIENT_CLOSED_REQUEST
-            self._metrics.http_requests.labels(_counted_route(scope, status), str(status)).inc()
+            has_own_limit = bool(scope.get("state", {}).get("has_own_limit"))
+            self._metrics.note_answer(_counted_route(scope, status), status, has_own_limit=has_own_limit)
 
 
 def _counted_route(scope: Scope, status: int) -> str:

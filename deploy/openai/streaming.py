@@ -86,10 +86,13 @@ class EventStream:
         pace: Pace,
         metrics: DoorMetrics,
         on_failure: Callable[[Exception], None] = lambda _: None,
+        *,
+        has_own_limit: bool = False,
     ) -> None:
         """`outputs` are those of all requests of `prepared`; `pace` and `metrics` are those of the door.
 
-        `on_failure` hears what ends the stream once it has begun: nobody else does.
+        `on_failure` hears what ends the stream once it has begun: nobody else does. With `has_own_limit` the
+        client gave it less time than the server does: that this is up is no failure of ours.
         """
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
@@ -98,6 +101,7 @@ class EventStream:
         self._pace = pace
         self._metrics = metrics
         self._on_failure = on_failure
+        self._has_own_limit = has_own_limit
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -200,7 +204,7 @@ class EventStream:
         self._on_failure(error)
         code = api_error.detail.code
         if api_error.status >= 500 and code != SLOW_READER:  # the client's own doing, counted as such
-            self._metrics.note_failed_stream(code)
+            self._metrics.note_failed_stream(code, has_own_limit=self._has_own_limit)
         return self._event(api_error.body())
 
 

@@ -13,13 +13,26 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 
 from cluster import coordinator
-from cluster.autoscaling.draft_demand import demand_of
+from cluster.autoscaling.draft_demand import DraftDemand, demand_of
 from cluster.config import ClusterConfig, MembershipConfig
 from cluster.coordinator import CoordinatorReplica
 from cluster.desk import RequestDesk
 from cluster.directory import Member
 from specdec.core.clock import MonotonicClock
+from specdec.core.description import TargetDescription
 from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.status import RecentStatus, TargetGroupStatus
+
+DESCRIPTION = TargetDescription(
+    model_id="m",
+    revision="r",
+    dtype="float32",
+    vocab_size=9,
+    max_model_len=100,
+    eos_token_ids=(),
+    num_blocks=4,
+    block_size=16,
+)
 
 
 class Parts(CoordinatorReplica):
@@ -137,3 +150,29 @@ def test_what_is_wanted_of_the_draft_pool_is_told_without_waiting_for_rays_head(
         replica._report_demand()
     replica._closed = True
     assert told == [("report_demand", "me", demand_of({}, None))], "once in a while"
+
+
+def test_what_rounds_were_like_is_over_when_the_target_is_lost() -> None:
+    """A large model loads for minutes, in which draft workers would be added for rounds that are over."""
+    recent = RecentStatus(
+        num_rounds=10, tokens_per_s=1.0, acceptance=0.5, acceptance_by_method={},
+        mean_acceptance_length=2.0, round_s=0.1, draft_wait_s=0.05, draft_s=0.09, verify_s=0.05,
+        coordinator_s=0.0, hidden_share=0.4, hit_rate=None, late_rate=None,
+    )  # fmt: skip
+    told: list[DraftDemand] = []
+    replica = Ending()
+    replica._cluster = ClusterConfig.model_validate({"draft_pool": {"autoscaling": {"max_workers": 2}}})
+    replica._directory.tell = lambda method, me, demand: told.append(demand)
+    replica._desk.engine_metrics = {"queue_wait_seconds": 7.0, "draft_utilization": 0.9}
+    replica._desk.status = TargetGroupStatus(recent=recent)
+    for description in (DESCRIPTION, None):
+        replica._desk.set_target(description)
+        replica._demand_due_s = 0.0
+        replica._report_demand()
+    serving, loading = told
+    assert (serving.utilization, serving.wait_share, serving.drafting_share) == pytest.approx((0.9, 0.5, 0.9))
+    assert loading == demand_of({}, None)
+    stats = replica.record_autoscaling_stats()
+    assert "round_seconds" not in stats
+    assert stats["queue_wait_seconds"] == 0.0
+    replica._closed = True

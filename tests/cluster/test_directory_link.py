@@ -274,6 +274,17 @@ def test_who_was_withdrawn_while_being_announced_does_not_come_back(
     assert snapshot.members == (B,)
 
 
+def test_one_that_is_waited_for_is_wanted_unless_a_policy_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = process(monkeypatch, lease_s=6.0)
+    directory.note_wanted("target", 3)
+    directory.note_wanted("draft", 0)
+    for part in ("target", "draft", "another"):
+        directory.note_woken(part)
+    assert directory.wanted() == {"target": 3, "draft": 1, "another": 1}
+    directory.note_wanted("draft", 0)
+    assert directory.wanted()["draft"] == 0, "the policy has decided since"
+
+
 def test_a_directory_that_nobody_calls_ends_itself_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve delete` does not tell it, and Ray would restart it if it just died."""
     directory = process(monkeypatch, lease_s=1.0, min_quiet_s=10.0)

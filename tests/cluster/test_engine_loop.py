@@ -149,6 +149,9 @@ class SlowSource(ToySource):
         self.num_attempts = 0
         self.is_loading, self.is_loaded = threading.Event(), threading.Event()
 
+    def metrics(self) -> Mapping[str, float]:
+        return {"draft_utilization": 0.5, "target_utilization": 0.9, "queue_wait_seconds": 7.0}
+
     def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         self.num_attempts += 1
         if self.num_attempts > 1:
@@ -166,6 +169,7 @@ def test_a_loss_shows_while_the_next_target_is_loaded() -> None:
     loop.wait_ready()
     try:
         assert desk.metrics()["target_losses"] == 0
+        assert desk.metrics()["draft_utilization"] == 0.5
         for name in ("a", "bb"):
             desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request(name, 40))))
         assert source.is_loading.wait(20)
@@ -173,7 +177,8 @@ def test_a_loss_shows_while_the_next_target_is_loaded() -> None:
         lost = desk.metrics()
         assert lost["target_losses"] == 1
         assert (lost["num_requests_running"], lost["num_requests_waiting"]) == (0, 3)
-        assert lost["kv_cache_usage_perc"] == 0
+        gauges = ("kv_cache_usage_perc", "queue_wait_seconds", "target_utilization", "draft_utilization")
+        assert {name: lost.get(name) for name in gauges} == dict.fromkeys(gauges, 0)
         source.is_loaded.set()
         door.await_finished(3)
         deadline_s = time.monotonic() + 20

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
+from cluster import group_metrics
 from cluster.group_metrics import GroupMetrics
 from cluster.series import CLUSTER_SERIES
 from specdec.core.series import name_of
@@ -69,6 +72,68 @@ def test_counters_never_fall_whatever_happens() -> None:
                 assert value >= before.get(series, 0.0), series
         before = values
     assert before["rounds"] > max(counts.values())
+
+
+def test_what_a_thousand_groups_have_counted_takes_no_more_room_than_that_of_a_few() -> None:
+    groups, total = GroupMetrics(), 0.0
+    for number in range(1000):
+        group = PeerId(f"group-{number}")
+        groups.hear({group: told(number, running=1.0, generation_tokens=2.0)})
+        total += number
+        values = groups.values([group])
+        assert (values["rounds"], values["num_requests_running"]) == (total, 1)
+    assert values["generation_tokens"] == 2000
+    assert len(groups._told) == len(groups._of_former_engines) <= group_metrics._MOST_APART + 1
+
+
+@pytest.mark.parametrize("num_others", [3, 200])
+def test_a_group_that_was_only_cut_off_is_not_counted_twice(num_others: int) -> None:
+    """However many others have come and gone meanwhile; what it counts from then on is counted."""
+    groups = GroupMetrics()
+    groups.hear({A: told(100), B: told(1)})
+    before = groups.values([A, B])["rounds"]
+    others = [PeerId(f"other-{number}") for number in range(num_others)]
+    for other in others:
+        groups.hear({other: told(1)})
+        groups.values([B, other])
+    assert groups.values([B])["rounds"] == before + num_others
+    assert groups.has_heard([A, B]) == (num_others <= group_metrics._MOST_APART)
+    groups.hear({A: told(100)})
+    assert groups.has_heard([A, B])
+    assert groups.values([A, B])["rounds"] == before + num_others
+    groups.hear({A: told(107)})
+    assert groups.values([A, B])["rounds"] == before + num_others + 7
+    groups.hear({A: told(2)})  # a new engine
+    assert groups.values([A, B])["rounds"] == before + num_others + 9
+    for other in others:
+        groups.values([B, other])
+    assert groups.values([B])["rounds"] == before + num_others + 9
+
+
+def test_a_report_that_comes_late_counts_though_its_group_is_gone() -> None:
+    groups = GroupMetrics()
+    groups.hear({A: told(3), B: told(4)})
+    assert groups.values([B])["rounds"] == 7
+    groups.hear({A: told(5)})
+    assert groups.values([B])["rounds"] == 9
+
+
+def test_those_that_are_gone_are_added_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The door's event loop does it, every two seconds."""
+    groups, num_added = GroupMetrics(), []
+    gone = [PeerId(f"gone-{number}") for number in range(20)]
+    groups.hear({group: told(1) for group in (A, *gone)})
+    combine = group_metrics.combine
+
+    def counting(snapshots: list[dict[str, float]], known: object) -> dict[str, float]:
+        num_added.append(len(snapshots))
+        return combine(snapshots, known)
+
+    monkeypatch.setattr(group_metrics, "combine", counting)
+    for _ in range(5):
+        groups.hear({A: told(1)})
+        assert groups.values([A])["rounds"] == 21
+    assert sum(num_added) <= 20 + 1 + 5 * 2
 
 
 def test_without_a_group_nothing_is_said_of_any() -> None:

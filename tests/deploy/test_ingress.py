@@ -15,8 +15,8 @@ import pytest
 from cluster.config import ClusterConfig
 from deploy import ingress
 from deploy.api_keys import line_of, new_api_key
-from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.door_settings import door_settings
 from deploy.openai.metrics import DoorMetrics
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
@@ -83,7 +83,7 @@ def test_a_door_reads_its_keys_itself_and_follows_them(
     text, key = new_api_key("first", max_concurrency=2, tokens_per_minute=None)
     file.write_text(f"{line_of(key)}\n")
     config = DrafthouseConfig(target=ModelConfig(model="x"), http=HttpConfig(api_keys_file=str(file)))
-    settings: DoorSettings = pickle.loads(pickle.dumps(door_settings(config)))
+    settings: DoorSettings = pickle.loads(pickle.dumps(door_settings(config.http, config.served_models()[0])))
     assert not settings.api_keys
 
     async def run() -> None:
@@ -139,7 +139,7 @@ def test_a_door_that_cannot_read_its_keys_accepts_none_until_it_can(
     text, key = new_api_key("new", max_concurrency=None, tokens_per_minute=None)
     config = DrafthouseConfig(target=ModelConfig(model="x"), http=HttpConfig(api_keys_file=str(file)))
     file.write_text(f"{line_of(old)}\n")
-    settings = door_settings(config)
+    settings = door_settings(config.http, config.served_models()[0])
     reasons = {"gone": "cannot be read", "wrong": f"{file}:1: ", "empty": "holds no key"}
     if broken == "gone":
         file.unlink()

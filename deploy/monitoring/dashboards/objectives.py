@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.monitoring.measures import failed_share, num_turned_away
+from deploy.monitoring.measures import failed_share, num_at_limit, num_turned_away
 from deploy.monitoring.objectives import DEFAULT_OBJECTIVES, boundaries_s
 from deploy.monitoring.panels import SHOWN, SHOWN_AS_ONE, Dashboard, Limits, ListVariable, Row, line, panel
 
@@ -14,7 +14,8 @@ _SHARES = Row(
         panel(
             "Answered",
             "Share of requests for text that did not fail for a reason of ours: status below 500, and no "
-            "error in the stream. Over all of the time that is shown.",
+            "error in the stream, or out of a time that their client has set. Over all of the time that is "
+            "shown.",
             "percentunit",
             line(f"1 - {failed_share(SHOWN_AS_ONE)}", "{{job}}"),
             kind="number",
@@ -41,17 +42,21 @@ _SHARES = Row(
         panel(
             "Failed requests",
             "Share of requests for text answered with a status of 500 or more, or with a stream that ended "
-            "in an error.",
+            "in an error; but for those whose client gave them less time than the server does.",
             "percentunit",
             line(failed_share(SHOWN), "{{job}}"),
         ),
         panel(
             "Turned away and out of time",
-            "Requests refused because the queue was full (429), and ended because their time "
-            "was up. Both mean more load than there is room for.",
+            "Turned away: refused (429) because the queue was full, or too long for the time that they gave. "
+            "Out of time: ended because their time was up; those whose client gave them less than the server "
+            "does are shown by status, too. Both mean more load than there is room for, or limits that are "
+            "too tight. API key at a limit: refused (429) whatever room there is.",
             "reqps",
             line(num_turned_away(SHOWN), "turned away"),
             line(SHOWN.rate("request_timeouts"), "out of time"),
+            line(SHOWN.rate("http_client_timeouts", by=("status",)), "the client's own time: {{status}}"),
+            line(num_at_limit(SHOWN), "API key at a limit"),
         ),
         panel(
             "In time, over time",

@@ -27,6 +27,11 @@ def _rate(name: str) -> str:
     return SHOWN.rate(f"target_group_{name}", by=("target_group",), where=_CHOSEN)
 
 
+def _ratio(part: str, whole: str) -> str:
+    names = (f"target_group_{name}" for name in (part, whole))
+    return SHOWN.ratio(*names, by=("target_group",), where=_CHOSEN)
+
+
 _GROUPS = Row(
     title="Target groups",
     panels=(
@@ -58,13 +63,13 @@ _GROUPS = Row(
             "Seconds per round",
             "Mean, by target group. Groups on equal machines should be alike.",
             "s",
-            f"{_rate('round_time_seconds')} / {_rate('rounds')}",
+            _ratio("round_time_seconds", "rounds"),
         ),
         _of_groups(
             "Accepted draft tokens",
             "Share, by target group.",
             "percentunit",
-            f"{_rate('spec_decode_num_accepted_tokens')} / {_rate('spec_decode_num_draft_tokens')}",
+            _ratio("spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"),
         ),
         panel(
             "Targets at work",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -56,10 +57,12 @@ def test_replicas_follow_the_load_to_zero_and_back(
 
     from cluster.application import COORDINATOR
     from cluster.autoscaling.waking import waker_of
+    from cluster.autoscaling.wanted import tell_woken
     from cluster.client import ClusterService
 
     async def scenario() -> None:
-        wake = waker_of(serve.get_deployment_handle(COORDINATOR, APP))
+        tell = partial(tell_woken, scaling_config.namespace, "target")
+        wake = waker_of(serve.get_deployment_handle(COORDINATOR, APP), tell)
         service = ClusterService(scaling_config, wake=wake)
         await service.start()
         try:

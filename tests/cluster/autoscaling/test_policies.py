@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from cluster.autoscaling.serve_policy import (
     TargetGroupPolicy,
     autoscaling_options,
     group_stats,
+    pool_load,
 )
 from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
@@ -136,6 +138,48 @@ class TestDraftPool:
         )
         assert loss_of_one_less(barely) == pytest.approx(0.5)
 
+    def test_a_worker_that_groups_share_has_less_time_for_each(self) -> None:
+        """Drafting takes a third of each round, and keeps two workers busy: one had twice what it can."""
+        shared = PoolLoad(
+            num_workers=2, num_requests=8, utilization=1.0, drafting_share=0.3, hidden_share=1.0, worth=1.5
+        )
+        assert loss_of_one_less(shared) == pytest.approx(1.0)
+
+    def test_with_idle_time_between_rounds_they_are_as_long_as_ever(self) -> None:
+        seldom = PoolLoad(
+            num_workers=2, num_requests=8, utilization=0.1, drafting_share=0.75, hidden_share=1.0, worth=1.5
+        )
+        assert loss_of_one_less(seldom) == pytest.approx(0.5)
+        assert wanted_workers(seldom, DRAFTS).number == 2
+
+    def test_no_more_workers_than_requests(self) -> None:
+        """A request is drafted for by one: others have nothing to do, however long that one takes."""
+        each_has_one = PoolLoad(num_workers=3, num_requests=3, utilization=0.9, wait_share=0.3, worth=1.5)
+        assert wanted_workers(each_has_one, DRAFTS).number == 3
+        assert wanted_workers(replace(each_has_one, num_requests=3.4), DRAFTS).number == 4
+        assert wanted_workers(replace(each_has_one, num_workers=6), DRAFTS).number == 5
+        eager = DRAFTS.model_copy(update={"min_gain": 0.0})
+        assert wanted_workers(each_has_one, eager).number == 3
+
+    @pytest.mark.parametrize("at_first", [1, 8])
+    def test_a_stream_of_each_of_three_groups_needs_no_eight_workers(self, at_first: int) -> None:
+        """In lockstep, drafting for 30 % of each round: a worker alone would be busy for 90 % of the time."""
+        number = at_first
+        for _ in range(20):
+            demands = [
+                DraftDemand(
+                    num_requests=1.0,
+                    utilization=0.3 / number,
+                    wait_share=0.3,
+                    hidden_share=0.0,
+                    worth=1.5,
+                    drafting_share=0.3,
+                )
+            ] * 3
+            reports = [{"usage": 0.1, **pool_stats(demands)}] * number
+            number = wanted_workers(pool_load(reports), DRAFTS).number
+        assert 2 <= number <= 3
+
     def test_nothing_known_changes_nothing(self) -> None:
         assert wanted_workers(PoolLoad(num_workers=2, num_requests=3, usage=0.7), DRAFTS).number == 2
         assert wanted_workers(PoolLoad(num_workers=2), DRAFTS) == Wish(number=1, is_idle=True)
@@ -146,16 +190,25 @@ class TestDraftPool:
             mean_acceptance_length=2.0, round_s=0.1, draft_wait_s=0.02, draft_s=0.05, verify_s=0.07,
             coordinator_s=0.01, hidden_share=0.6, hit_rate=None, late_rate=None,
         )  # fmt: skip
-        busy = demand_of({"num_requests_running": 9.0, "speculation_pool_worth": 2.0}, recent)
+        metrics = {"num_requests_running": 9.0, "speculation_pool_worth": 2.0, "draft_utilization": 0.4}
+        busy = demand_of(metrics, recent)
         idle = demand_of({}, None)
         assert pool_stats([busy, idle]) == pytest.approx(
-            {"num_requests": 9.0, "utilization": 0.5, "wait_share": 0.2, "hidden_share": 0.6, "worth": 2.0}
+            {
+                "num_requests": 9.0,
+                "utilization": 0.4,
+                "wait_share": 0.2,
+                "drafting_share": 0.5,
+                "hidden_share": 0.6,
+                "worth": 2.0,
+            }
         )
         assert pool_stats([idle]) == {"num_requests": 0.0}
         other = DraftDemand(num_requests=3.0, utilization=0.7, wait_share=0.0, hidden_share=None, worth=1.0)
         both = pool_stats([busy, other])
         assert both["utilization"] == 1.0
         assert both["wait_share"] == pytest.approx(0.15)
+        assert both["drafting_share"] == pytest.approx(0.375)
         assert both["worth"] == pytest.approx(1.75)
 
 

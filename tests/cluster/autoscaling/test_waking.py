@@ -50,6 +50,10 @@ class Stuck(Method):
         return super().remote()
 
 
+def nobody() -> None:
+    """Who is told that somebody is waited for."""
+
+
 def consider(waker: PoolWaker, *, is_needed: bool) -> None:
     """Have it called, and be through with it."""
     waker.consider(is_needed=is_needed)
@@ -64,8 +68,8 @@ def config(min_workers: int) -> DraftPoolConfig:
 def test_the_pool_is_woken_once_per_minute_while_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr("cluster.autoscaling.waking.time.monotonic", lambda: now_s)
-    pool = Method()
-    waker = PoolWaker(pool, config(0))
+    pool, told = Method(), []
+    waker = PoolWaker(pool, config(0), lambda: told.append(len(pool.calls)))
     consider(waker, is_needed=False)
     assert not pool.calls
     for _ in range(50):
@@ -75,6 +79,7 @@ def test_the_pool_is_woken_once_per_minute_while_it_is_needed(monkeypatch: pytes
     now_s += 20.0
     consider(waker, is_needed=True)
     assert [call.is_cancelled for call in pool.calls] == [True, False]
+    assert told == [1, 2], "Serve asks no policy meanwhile: each call is told"
 
 
 def test_while_the_head_is_away_no_coordinator_waits_and_one_call_is_under_way(
@@ -83,7 +88,7 @@ def test_while_the_head_is_away_no_coordinator_waits_and_one_call_is_under_way(
     now_s = 1000.0
     monkeypatch.setattr("cluster.autoscaling.waking.time.monotonic", lambda: now_s)
     pool = Stuck()
-    waker = PoolWaker(pool, config(0))
+    waker = PoolWaker(pool, config(0), nobody)
     waker.consider(is_needed=True)  # would wait for ever
     assert pool.is_called.wait(30)
     now_s += 100.0
@@ -102,10 +107,10 @@ def test_while_the_head_is_away_a_door_goes_on() -> None:
             super().remote()
             return asyncio.sleep(0)  # type: ignore[return-value]
 
-    groups = Answered()
+    groups, told = Answered(), []
 
     async def scene() -> None:
-        waking = asyncio.ensure_future(waker_of(groups)())
+        waking = asyncio.ensure_future(waker_of(groups, lambda: told.append("a group"))())
         while not groups.is_called.is_set():  # would never be looked at
             await asyncio.sleep(0)
         groups.is_back.set()
@@ -113,12 +118,34 @@ def test_while_the_head_is_away_a_door_goes_on() -> None:
 
     asyncio.run(scene())
     assert groups.num_begun == 1
+    assert told == ["a group"]
+
+
+def test_that_a_group_is_waited_for_is_told_before_it_is_there() -> None:
+    """One that finds no place never is."""
+
+    class Unanswered(Method):
+        def remote(self) -> Call:
+            return asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def scene() -> None:
+        told, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(told.set)
+
+        waking = asyncio.ensure_future(waker_of(Unanswered(), tell)())
+        await asyncio.wait_for(told.wait(), 30)
+        assert not waking.done()
+        waking.cancel()
+
+    asyncio.run(scene())
 
 
 @pytest.mark.parametrize("pool", [config(1), DraftPoolConfig()])
 def test_a_pool_that_is_never_empty_is_left_alone(pool: DraftPoolConfig) -> None:
     handle = Method()
-    consider(PoolWaker(handle, pool), is_needed=True)
+    consider(PoolWaker(handle, pool, nobody), is_needed=True)
     assert not handle.calls
 
 
@@ -127,5 +154,5 @@ def test_groups_that_cannot_be_woken_cost_a_warning(caplog: pytest.LogCaptureFix
         def remote(self) -> Call:
             raise RayServeException("gone")
 
-    asyncio.run(waker_of(Broken())())  # type: ignore[arg-type]
+    asyncio.run(waker_of(Broken(), nobody)())
     assert "gone" in caplog.text

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from cluster.autoscaling import wanted
 from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig
 from cluster.autoscaling.serve_policy import DraftPoolPolicy, TargetGroupPolicy, group_stats
-from cluster.autoscaling.wanted import WantedNumbers, WantedTeller, read_wanted
+from cluster.autoscaling.wanted import WantedNumbers, WantedTeller, read_wanted, tell_woken
 from tests.cluster.autoscaling.test_policies import context
 
 
@@ -32,6 +32,10 @@ class Directory:
     @property
     def note_wanted(self) -> Method:
         return Method(lambda part, number: self.told.append((part, number)))
+
+    @property
+    def note_woken(self) -> Method:
+        return Method(lambda part: self.told.append((part, 1)))
 
     @property
     def wanted(self) -> Method:
@@ -143,6 +147,19 @@ def test_a_door_knows_what_was_decided_last(monkeypatch: pytest.MonkeyPatch) -> 
     directory.told.append(("target", 0))
     until(lambda: numbers.of("target") == 0)
     numbers.close()
+
+
+def test_who_waits_for_the_first_one_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = Directory()
+    monkeypatch.setattr(wanted, "find_directory", lambda namespace: {"here": directory}[namespace])
+    tell_woken("here", "draft")
+    assert directory.told == [("draft", 1)]
+
+
+@pytest.mark.parametrize("nobody", [None, OldDirectory()], ids=["none", "of an older version"])
+def test_nobody_to_tell_stops_nobody(nobody: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wanted, "find_directory", lambda namespace: nobody)
+    tell_woken("here", "draft")
 
 
 @pytest.mark.parametrize("error", [RayActorError(), None])

@@ -27,6 +27,8 @@ MINUTES = 150
 GROWS, RESTS = f"0+60x{MINUTES}", f"0x{MINUTES}"
 ANSWERS = f'{PREFIX}http_requests_total{{job="drafthouse",route="/v1/completions",status="%s"}}'
 HEALTH = f'{PREFIX}http_requests_total{{job="drafthouse",route="/health",status="%s"}}'
+REFUSED_KEYS = f'{PREFIX}api_key_refusals_total{{job="drafthouse",key="batch",limit="tokens"}}'
+CLIENT_TIMEOUTS = f'{PREFIX}http_client_timeouts_total{{job="drafthouse",status="%s"}}'
 FAILED_STREAMS = f'{PREFIX}streams_failed_total{{job="drafthouse",code="coordinator_lost"}}'
 FIRST_TOKENS = f"{PREFIX}time_to_first_token_seconds"
 DELIVERIES = f"{PREFIX}inter_token_latency_seconds"
@@ -215,6 +217,36 @@ def test_streams_that_fail_use_up_the_budget_of_errors(tmp_path: Path, history: 
 
 
 @needs_promtool
+def test_requests_of_keys_at_their_own_limit_are_not_turned_away_for_want_of_room(tmp_path: Path) -> None:
+    """A key asks ten times as often as it may, and as all others together. Half of those get 429, or none."""
+    at_limit = {REFUSED_KEYS: f"0+600x{MINUTES}"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | at_limit | {ANSWERS % 429: f"0+600x{MINUTES}"}, set()),
+            scenario(well() | at_limit | {ANSWERS % 429: f"0+601x{MINUTES}"}, set()),
+            scenario(well() | at_limit | {ANSWERS % 429: f"0+606x{MINUTES}"}, {"DrafthouseTurnsAway"}),
+        ],
+    )
+
+
+@needs_promtool
+def test_limits_that_clients_have_set_use_up_no_budget_of_errors(tmp_path: Path) -> None:
+    """A client gives a tenth of its requests too little time; nobody else's are ended."""
+    late = {ANSWERS % 504: f"0+6x{MINUTES}"}
+    own = {CLIENT_TIMEOUTS % 504: f"0+6x{MINUTES}", CLIENT_TIMEOUTS % 200: f"0+6x{MINUTES}"}
+    burns = {"DrafthouseErrorBudgetBurnsFast", "DrafthouseErrorBudgetBurnsSlowly"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | late | own, set()),
+            scenario(well() | late | dict.fromkeys(own, RESTS), burns),
+            scenario(well() | own | {ANSWERS % 504: f"0+9x{MINUTES}"}, burns),
+        ],
+    )
+
+
+@needs_promtool
 def test_one_request_that_fails_where_there_are_few_wakes_nobody(tmp_path: Path) -> None:
     """One request a minute; of the last twenty one has failed, two, or all."""
     few = well() | {ANSWERS % 200: f"0+1x{MINUTES}"}
@@ -300,6 +332,7 @@ def test_there_need_be_nobody_where_nobody_asks(tmp_path: Path) -> None:
         )
     } | {series("scales_to_zero").replace("target", part): gauge(1) for part in ("target", "draft")}
     waiting, wanted = series("num_requests_without_group"), series("target_groups_wanted")
+    drafters = series("draft_workers_wanted")
     loading = dict.fromkeys((waiting, wanted), f"0x{MINUTES - 9} 1x8")
     in_vain = dict.fromkeys((waiting, wanted), f"0x{MINUTES - 20} 1x20")
     missed = {"DrafthouseNoTargetGroup", "DrafthouseTargetGroupsMissing"}
@@ -311,6 +344,11 @@ def test_there_need_be_nobody_where_nobody_asks(tmp_path: Path) -> None:
             scenario(well() | at_rest | in_vain, missed),
             # Autoscaling has asked for one, and nobody waits any more.
             scenario(well() | at_rest | {wanted: gauge(1)}, {"DrafthouseTargetGroupsMissing"}),
+            # Rounds go on without drafts until the first draft worker is there.
+            scenario(well() | at_rest | {drafters: f"0x{MINUTES - 9} 1x8"}, set()),
+            scenario(
+                well() | at_rest | {drafters: f"0x{MINUTES - 20} 1x20"}, {"DrafthouseDraftWorkersMissing"}
+            ),
         ],
     )
 

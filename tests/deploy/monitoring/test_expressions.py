@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.series import CLUSTER_SERIES
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
@@ -14,7 +16,7 @@ from deploy.monitoring.panels import SHOWN, SeriesVariable
 from deploy.monitoring.promql import PREFIX, Scope
 from deploy.monitoring.rule import Recording
 from deploy.monitoring.rules import rule_groups
-from tests.deploy.monitoring.exposition import exported_labels
+from tests.deploy.monitoring.exposition import exported_labels, exposition
 from tests.deploy.monitoring.expressions import filled, mistakes, references
 from tests.deploy.monitoring.prometheus import needs_promtool
 from tests.deploy.monitoring.test_alerts import run_scenarios
@@ -158,6 +160,43 @@ def test_other_scalers_get_the_same_number_however_many_addresses_are_scraped(
     ]
     test = {"interval": "1m", "input_series": history, "promql_expr_test": expected}
     run_scenarios(tmp_path, [test])
+
+
+def not_a_number(expression: str) -> str:
+    """Return an expression that has a value for each that is NaN, which nothing equals."""
+    return f"({expression}) != ({expression})"
+
+
+@needs_promtool
+def test_at_rest_nothing_is_shown_or_stored_that_is_no_number(tmp_path: Path) -> None:
+    """A night in which nobody asks for anything: no counter grows. Grafana draws NaN in red."""
+    history = [
+        {"series": f"{name}{{{','.join(labels)}}}", "values": f"{value:g}x30"}
+        for name, labels, value in at_rest()
+    ]
+    expressions = [query.values[0].expression for query in QUERIES]
+    expressions += [rule.expression for rule in RULES if isinstance(rule, Recording)]
+    tests = [{"expr": not_a_number(filled(one)), "eval_time": "30m"} for one in expressions]
+    # That such values are found: of nothing at all they are a part, and a quantile.
+    rate, buckets = (f"rate({PREFIX}{name}[5m])" for name in ("rounds_total", "round_draft_seconds_bucket"))
+    found = [f"{rate} / {rate}", f"histogram_quantile(0.5, {buckets})"]
+    tests += [
+        {
+            "expr": f"count({not_a_number(one)})",
+            "eval_time": "30m",
+            "exp_samples": [{"labels": "{}", "value": 1}],
+        }
+        for one in found
+    ]
+    run_scenarios(tmp_path, [{"interval": "1m", "input_series": history, "promql_expr_test": tests}])
+
+
+def at_rest() -> Iterator[tuple[str, list[str], float]]:
+    """Yield every series with its labels and value."""
+    for family in text_string_to_metric_families(exposition(7).decode()):
+        for sample in family.samples:
+            labels = {"job": "drafthouse", **sample.labels}
+            yield sample.name, [f'{name}="{value}"' for name, value in labels.items()], sample.value
 
 
 def test_every_series_is_on_some_page_or_left_out_for_a_reason() -> None:
