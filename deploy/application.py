@@ -12,10 +12,9 @@ from cluster.application import ModelPools, build_applications, resolve
 from cluster.config import ClusterConfig
 from cluster.generation import target_generation
 from deploy.config import DrafthouseConfig, ServedModel
+from deploy.door_settings import door_settings
 from deploy.ingress import IngressReplica, ModelBehind
 from deploy.openai.errors import NOT_READY_RETRY_AFTER_S
-from deploy.openai.settings import DoorSettings
-from specdec.model.config import ModelConfig
 
 APPLICATION = "drafthouse"
 INGRESS = "Ingress"
@@ -42,7 +41,7 @@ def build_application(config: DrafthouseConfig, own: Collection[str] | None = No
         ModelBehind(
             target=model.engine.target,
             cluster=model.cluster,
-            settings=door_settings(config, model),
+            settings=door_settings(config.http, model),
             generation=target_generation(model.engine),
         )
         for model in models
@@ -58,43 +57,6 @@ def _resolved(model: ServedModel) -> ServedModel:
         routing = cluster.routing.model_copy(update={"prefix_affinity": False})
         cluster = cluster.model_copy(update={"routing": routing})
     return replace(model, cluster=cluster)
-
-
-def door_settings(config: DrafthouseConfig, model: ServedModel | None = None) -> DoorSettings:
-    """Return what the HTTP door is to know, of one of its models; None: of the first.
-
-    API keys are no part of it: doors read the file themselves.
-    """
-    model = model or config.served_models()[0]
-    http, scheduler = config.http, model.engine.scheduler
-    room = model.cluster.target_groups.max_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
-    return DoorSettings(
-        served_model_name=model.name,
-        max_body_bytes=http.max_body_bytes,
-        max_choices=min(http.max_choices, room),  # more could never be taken in, however long one waits
-        max_grammar_bytes=model.engine.grammar.max_bytes,
-        request_timeout_s=http.request_timeout_s,
-        body_timeout_s=http.body_timeout_s,
-        write_timeout_s=http.write_timeout_s,
-        max_unread_outputs=http.max_unread_outputs,
-        max_deliveries_per_s=http.max_deliveries_per_s,
-        niceness=http.niceness,
-        resume_window_s=http.resume_window_s,
-        takes_model_defaults=http.generation_config == "auto",
-        share_prefixes_between_keys=http.share_prefixes_between_keys,
-        request_classes=frozenset(http.request_classes),
-        access_log=http.access_log,
-        ray_metrics=http.ray_metrics,
-        tracing=http.tracing,
-        allowed_origins=http.allowed_origins,
-        parallelism=parallelism_of(model.engine.target),
-    )
-
-
-def parallelism_of(target: ModelConfig) -> str:
-    """Return the part of the fingerprint that says how a model is divided: tp2, tp1-pp4."""
-    stages = f"-pp{target.pipeline_parallel_size}" if target.pipeline_parallel_size > 1 else ""
-    return f"tp{target.tensor_parallel_size}{stages}"
 
 
 def _ingress(cluster: ClusterConfig, num_replicas: int) -> serve.Deployment:

@@ -94,6 +94,13 @@ class RaySession:
         """
         return {name: os.environ[name] for name in (*_SERVE_ENVIRONMENT, *self._proxy)}
 
+    @property
+    def num_gpus(self) -> float:
+        """GPUs that the cluster has to give, once this is open."""
+        import ray
+
+        return float(ray.cluster_resources().get("GPU", 0.0))
+
     def open(self) -> None:
         """Connect, starting a cluster if none is named.
 

@@ -232,6 +232,23 @@ def warnings_of(engine: EngineConfig) -> list[str]:
     return warnings
 
 
+def warning_about_gpus(config: DrafthouseConfig, num_gpus: float) -> str | None:
+    """Say that target workers which may use a GPU ask for none of those that Ray has, if that is so."""
+    models = [
+        model
+        for model in config.served_models()
+        if model.engine.target.device != "cpu" and model.cluster.target_groups.bundle.num_gpus == 0
+    ]
+    if num_gpus <= 0 or not models:
+        return None
+    where = f"models.{models[0].name}.cluster" if models[0].suffix else "cluster"
+    return (
+        f"{where}.target_groups.bundle.num_gpus is 0, and there are {num_gpus:g} GPUs: no worker has one of "
+        "its own, all share the first or run on CPUs; write num_gpus: 1 (in draft_pool.bundle too, where "
+        "there are draft workers), or target.device: cpu"
+    )
+
+
 def _warnings_about_heads(speculative: SpeculativeConfig, heads: Path, target: ModelConfig) -> Iterator[str]:
     """Say that heads were made for shorter texts than the target serves, as far as config.json says."""
     target_len = target.max_model_len or positions_of(open_folder(target.model).config).num_positions

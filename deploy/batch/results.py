@@ -217,4 +217,9 @@ class ResultsFile:
 
 
 def _opened(file: Path) -> int:
+    # Opening a pipe waits for a reader, and reading what was written to it before for a writer: this one.
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise ConfigError(
+            f"{file} is a pipe or a device, and results are read again to go on from them: give a file"
+        )
     return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

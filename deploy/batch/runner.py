@@ -1,7 +1,8 @@
 """Sends the requests of a batch, some at a time, and writes what comes back.
 
 What passes (a full queue, a server that is being restarted, a broken connection) is waited out and never
-becomes a result: where it does not pass, the batch ends, and goes on from there when it is run again.
+becomes a result: where it does not pass, the batch ends, and goes on from there when it is run again. So it
+does at once where no line could be answered (another key, another URL).
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ from dataclasses import dataclass
 import httpx
 from pydantic_core import from_json
 
+from deploy.batch.answers import is_its_own, is_passing, obstacle, retry_after_s
 from deploy.batch.lines import BadLine, NumberedRequest
 from deploy.batch.results import BatchError, BatchResponse, BatchResult, ResultsFile, result_of_bad_line
 from specdec.core.errors import DrafthouseError
 
-_TRANSIENT = frozenset({408, 429, 502, 503})
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
 Sleep = Callable[[float], Awaitable[None]]
 
 
 class BatchInterrupted(DrafthouseError):
-    """The server is away, or has no room, for longer than one is willing to wait."""
+    """The server is away, or has no room, for longer than one is willing to wait; or it cannot be reached in
+    this way at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +50,18 @@ class BatchRunner:
         options: BatchOptions,
         *,
         sleep: Sleep = asyncio.sleep,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`client` has the server as its base URL, without path, and knows the API key."""
+        """`client` has the server as its base URL, without path, and knows the API key.
+
+        `is_gone`: whether it was in this process, and has failed for good. What it then says of requests that
+        it had is no result, and nothing is waited for.
+        """
         self._client = client
         self._results = results
         self._options = options
         self._sleep = sleep
+        self._is_gone = is_gone
         self._num_answered = 0
         """Requests that the server has not put off."""
         self.num_completion_tokens = 0
@@ -99,13 +107,13 @@ class BatchRunner:
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
             else:
-                is_its_own = _is_its_own(response)
-                if is_its_own and response.status_code not in _TRANSIENT:
+                self._require_server(item, response)
+                if not is_passing(response):
                     self._num_answered += 1
                     return self._result(item, response)
-                hint = "" if is_its_own else ", not from the server itself; is the URL right?"
+                hint = "" if is_its_own(response) else ", not from the server itself; is the URL right?"
                 reason = f"status {response.status_code}{hint}"
-                wait_s = _retry_after_s(response) or next_wait_s
+                wait_s = retry_after_s(response) or next_wait_s
             if self._num_answered > num_answered:  # the server is there: others got the room
                 num_answered, waited_s = self._num_answered, 0.0
             if waited_s + wait_s > self._options.patience_s:
@@ -117,10 +125,24 @@ class BatchRunner:
             waited_s += wait_s
             next_wait_s = min(2 * next_wait_s, _LONGEST_WAIT_S)
 
+    def _require_server(self, item: NumberedRequest, response: httpx.Response) -> None:
+        """Raise BatchInterrupted for an answer that says nothing of this line, and would come for others."""
+        if response.is_server_error and self._is_gone():
+            raise BatchInterrupted("the engine in this process failed; the same command goes on from here")
+        why = obstacle(response)
+        if why is not None:
+            raise BatchInterrupted(
+                f"line {item.number}: {why} (the batch goes on from here when it is run again)"
+            )
+
     def _result(self, item: NumberedRequest, response: httpx.Response) -> BatchResult:
         try:
             body = from_json(response.content)
         except ValueError:
+            if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+                return _unanswered(
+                    item, "request_too_large", "longer than what is in front of the server takes (status 413)"
+                )
             return _unanswered(
                 item, "not_json", f"what came is not JSON (status {response.status_code}); is the URL right?"
             )
@@ -159,24 +181,3 @@ def _unanswered(item: NumberedRequest, code: str, reason: str) -> BatchResult:
 
 def _id(item: NumberedRequest) -> str:
     return f"batch_req_{item.number}"
-
-
-def _is_its_own(response: httpx.Response) -> bool:
-    """Whether the server itself has answered: what it refuses, or fails at, it tells in OpenAI's form.
-
-    Ray's proxy answers in its place, in plain text: 404 while it has no route to it, as long as it restarts,
-    and 500 where the process that had the request is gone. So may what else is on the way.
-    """
-    if response.status_code != httpx.codes.NOT_FOUND and not response.is_server_error:
-        return True
-    try:
-        body = from_json(response.content)
-    except ValueError:
-        return False
-    return isinstance(body, dict) and "error" in body
-
-
-def _retry_after_s(response: httpx.Response) -> float | None:
-    """Return how long the server says to wait, if it does so in seconds."""
-    text = response.headers.get("retry-after", "")
-    return float(text) if text.isdecimal() else None

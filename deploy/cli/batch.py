@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -14,13 +14,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cluster.config import ClusterConfig
+from deploy.batch.answers import is_json, not_of_a_server, obstacle
 from deploy.batch.lines import num_lines, read_lines
 from deploy.batch.results import BatchResult, ResultsFile
 from deploy.batch.runner import BatchOptions, BatchRunner
 from deploy.cli.border import EXIT_FAILED
 from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
 from deploy.cli.progress import as_typed, shown
+from deploy.config import HttpConfig, ServedModel
+from deploy.door_settings import door_settings
 from deploy.loopback import direct_mounts
+from deploy.openai.settings import DoorSettings
 from specdec.core.errors import ConfigError, UserError
 from specdec.engine.config import EngineConfig
 
@@ -36,10 +41,8 @@ class BatchCommand:
     url: str | None
     """A server; None: `engine` in this process."""
     engine: EngineConfig | None
-    served_model_name: str | None
-    """What requests call the model of `engine`; None: by its folder."""
-    takes_model_defaults: bool
-    """Of `engine`: whether requests that do not say how they are sampled are as its checkpoint says."""
+    http: HttpConfig
+    """Of `engine`: names and limits as a server with this configuration has them."""
     api_key: str | None
     options: BatchOptions
     timeout_s: float
@@ -52,7 +55,7 @@ def run_batch(command: BatchCommand) -> None:
 
     Raises:
         UserError: something that was given is wrong; nothing has been sent.
-        BatchInterrupted: the server was away for too long.
+        BatchInterrupted: the server was away for too long, or cannot be used in this way any more.
         typer.Exit: with code 1, when a request of the batch has failed, now or in an earlier run.
     """
     console = Console(stderr=True, highlight=False)
@@ -79,8 +82,7 @@ def run_batch(command: BatchCommand) -> None:
 
 
 async def _run(command: BatchCommand, results: ResultsFile, total: int, console: Console) -> None:
-    async with _client(command, console) as client:
-        runner = BatchRunner(client, results, command.options)
+    async with _runner(command, results, console) as runner:
         started_s, before = time.monotonic(), results.num_results
         with _progress_bar(console) as progress:
             task = progress.add_task("answered", total=total, completed=before)
@@ -107,11 +109,13 @@ def _progress_bar(console: Console) -> Progress:
 
 
 @asynccontextmanager
-async def _client(command: BatchCommand, console: Console) -> AsyncIterator[httpx.AsyncClient]:
+async def _runner(
+    command: BatchCommand, results: ResultsFile, console: Console
+) -> AsyncIterator[BatchRunner]:
     """Connect to the server, or start the engine."""
     if command.engine is not None:
-        async with _engine_client(command, command.engine, console) as client:
-            yield client
+        async with _engine_runner(command, command.engine, results, console) as runner:
+            yield runner
         return
     assert command.url is not None
     url = base_url(command.url)
@@ -123,11 +127,17 @@ async def _client(command: BatchCommand, console: Console) -> AsyncIterator[http
         mounts=direct_mounts(url),
     ) as client:
         await _check(client, url)
-        yield client
+        yield BatchRunner(client, results, command.options)
 
 
 async def _check(client: httpx.AsyncClient, url: str) -> None:
-    """Find out before the first line whether anybody is there who accepts the key."""
+    """Find out before the first line whether a server is there that accepts the key.
+
+    It may be one that is being restarted (404 and 5xx of Ray's proxy): that is waited for, as later on.
+
+    Raises:
+        UserError: nobody answers, something else does, or the key is not right.
+    """
     try:
         response = await client.get("/v1/models", timeout=_CONNECT_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -135,18 +145,22 @@ async def _check(client: httpx.AsyncClient, url: str) -> None:
             f"nothing answers at {url} ({str(error) or type(error).__name__}): start a server with "
             "`drafthouse serve`, give the --url of one that runs, or --config FILE to run the engine here"
         ) from None
-    if response.status_code in (401, 403):
+    if response.status_code == 401 or (response.status_code == 403 and is_json(response)):
         raise UserError(f"{url} does not accept the API key: give --api-key, or set {API_KEY_VARIABLE}")
+    why = obstacle(response)
+    if why is None and response.is_success and not is_json(response, dict):
+        why = not_of_a_server(response)
+    if why is not None:
+        raise UserError(f"{url}/v1/models: {why}")
 
 
 @asynccontextmanager
-async def _engine_client(
-    command: BatchCommand, config: EngineConfig, console: Console
-) -> AsyncIterator[httpx.AsyncClient]:
+async def _engine_runner(
+    command: BatchCommand, config: EngineConfig, results: ResultsFile, console: Console
+) -> AsyncIterator[BatchRunner]:
     """Start an engine in this process, and talk to the same application as over HTTP."""
     with shown(console, f"loading {as_typed(config.target.model)}") as show:
         from deploy.openai.app import create_app
-        from deploy.openai.settings import DoorSettings
         from deploy.openai.tokenization import HuggingFaceTokenizer
         from specdec.engine.async_engine import AsyncEngine
         from specdec.engine.engine import Engine
@@ -158,11 +172,16 @@ async def _engine_client(
     try:
         path = Path(config.target.model)
         tokenizer = HuggingFaceTokenizer.load(path, trust_remote_code=config.target.trust_remote_code)
-        settings = DoorSettings(
-            served_model_name=command.served_model_name, takes_model_defaults=command.takes_model_defaults
-        )
-        transport = httpx.ASGITransport(create_app(service, settings, tokenizer))
+        transport = httpx.ASGITransport(create_app(service, _settings(command, config), tokenizer))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
-            yield client
+            yield BatchRunner(client, results, command.options, is_gone=lambda: service.description() is None)
     finally:
         await asyncio.to_thread(service.close)
+
+
+def _settings(command: BatchCommand, config: EngineConfig) -> DoorSettings:
+    """Return the door's settings: as a server's, but for one engine, however many groups it would have."""
+    model = ServedModel(name=command.http.served_model_name, engine=config, cluster=ClusterConfig())
+    settings = door_settings(command.http, model)
+    limits = (settings.request_timeout_s, command.timeout_s)
+    return replace(settings, request_timeout_s=min(limit for limit in limits if limit is not None))

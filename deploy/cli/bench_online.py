@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import typer
+from pydantic_core import from_json
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -84,8 +85,8 @@ def extra_fields(text: str | None) -> dict[str, Any]:
         ConfigError: it is none.
     """
     try:
-        fields = json.loads(text or "{}")
-        json.dumps(fields, allow_nan=False)  # NaN and Infinity are read, and could not be sent
+        fields = from_json(text or "{}", allow_inf_nan=False)
+        json.dumps(fields, allow_nan=False)  # 1e999 is read, as infinity, and could not be sent
     except ValueError as error:
         raise ConfigError(f"--extra-body: is not JSON: {error}") from None
     if not isinstance(fields, dict):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from deploy.config_file import load_config
 from specdec.core.errors import ConfigError
@@ -91,7 +91,9 @@ def read_prompts(file: Path | None) -> list[str]:
     if file is None:
         return list(_DEMO_PROMPTS)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Editors of Windows begin files with a mark. Unicode has lines end at more than line feeds, and JSON
+        # may hold those characters (U+2028) as they are.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"--prompts: {file} cannot be read as text: {reason}") from None
@@ -106,8 +108,10 @@ def read_prompts(file: Path | None) -> list[str]:
 
 def _prompt_of(file: Path, number: int, line: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        prompt = from_json(line)["prompt"]
+    except ValueError as error:  # for half of a surrogate pair, too, which could not be sent
+        raise ConfigError(f"--prompts: {file}:{number}: is not JSON: {error}") from None
+    except (KeyError, TypeError):
         raise ConfigError(f'--prompts: {file}:{number}: not a JSON object with a "prompt"') from None
     if not isinstance(prompt, str):
         raise ConfigError(f'--prompts: {file}:{number}: "prompt" must be a string')

@@ -265,15 +265,13 @@ def batch(
         if is_here
         else None
     )
-    http = HttpConfig() if config is None else load_config(config).http
     run_batch(
         BatchCommand(
             requests=requests,
             results=results,
             url=None if is_here else url or DEFAULT_URL,
             engine=engine,
-            served_model_name=http.served_model_name,
-            takes_model_defaults=http.generation_config == "auto",
+            http=HttpConfig() if config is None else load_config(config).http,
             api_key=api_key,
             options=BatchOptions(concurrency=concurrency, patience_s=patience),
             timeout_s=timeout,

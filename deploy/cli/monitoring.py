@@ -14,6 +14,7 @@ from deploy.monitoring.dashboards import ALL_DASHBOARDS
 from deploy.monitoring.objectives import Objectives
 from deploy.monitoring.rules import rules_yaml
 from specdec.core.errors import UserError
+from specdec.core.extras import how_to_install
 
 _PACKAGES = ("grafana_client", "grafana_foundation_sdk")
 
@@ -66,7 +67,7 @@ def write_rules(file: Path, objectives: Objectives, runbook: str) -> None:
 def _pages() -> list[dict[str, Any]]:
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise UserError(
-            f"dashboards need {' and '.join(missing)}: pip install 'drafthouse[grafana]' "
+            f"dashboards need {' and '.join(missing)}: {how_to_install('grafana')} "
             "(docs/operations.md#dashboards says where)"
         )
     from deploy.monitoring.grafana import grafana_json

@@ -39,6 +39,7 @@ from deploy.preflight import (
     check_port,
     check_proxy,
     visible_cpus,
+    warning_about_gpus,
     warnings_of,
 )
 from deploy.proxies import ProxyKind, local_haproxy, proxy_environment
@@ -132,6 +133,8 @@ def _serve(config: DrafthouseConfig, options: ServeOptions, console: Console) ->
         with shown(console, f"starting Ray {where}"):
             session.open()
         _raise_on_signals()  # Ray has put a handler of its own in place
+        if (text := warning_about_gpus(config, session.num_gpus)) is not None:
+            console.print(f"warning: {text}", soft_wrap=True, markup=False)
         from deploy.deployment import Deployment
 
         deployment = Deployment(

@@ -72,7 +72,7 @@ def read_trace(file: Path, *, speedup: float = 1.0) -> tuple[Arrival, ...]:
         ConfigError: the file cannot be read, or a line is wrong: names the line.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"--trace: {file} cannot be read as text: {reason}") from None

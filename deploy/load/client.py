@@ -37,8 +37,21 @@ def load_client(
         base_url=url,
         headers=headers,
         timeout=httpx.Timeout(connect_s, read=read_s, pool=None),
-        transport=AiohttpTransport(client=session),
+        transport=_Transport(client=session),
     )
+
+
+class _Transport(AiohttpTransport):
+    """Tells whatever goes wrong as httpx does.
+
+    Of aiohttp's errors some are let through as they are, that of an answer which is no HTTP among them.
+    """
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        try:
+            return await super().handle_async_request(request)
+        except aiohttp.ClientError as error:
+            raise httpx.TransportError(str(error)) from error
 
 
 def proxy_of(url: str) -> str | None:

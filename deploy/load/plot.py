@@ -11,6 +11,7 @@ import numpy as np
 from deploy.load.generator import Timeline
 from deploy.load.report import Latency, gaps_s, latency_of
 from specdec.core.errors import ConfigError
+from specdec.core.extras import how_to_install
 
 _NUM_BARS = 40
 """Of the time axis."""
@@ -51,7 +52,7 @@ def require_plots() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "--plot needs matplotlib: install drafthouse[train], or leave the option out"
+            f"--plot needs matplotlib: {how_to_install('train')}, or leave the option out"
         ) from None
 
 

@@ -177,6 +177,7 @@ class AsyncEngine:
         except Exception as error:
             # The border of the thread: whoever waits for a stream would never hear of it otherwise.
             logger.exception("the engine failed")
+            self._ready = False  # before its streams hear of it, and ask whether it is still there
             self._fail(error)
         finally:
             self._ready = False

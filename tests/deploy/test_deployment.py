@@ -15,7 +15,6 @@ from ray.serve.config import ControllerOptions, HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.deployment import (
     Deployment,
@@ -31,8 +30,6 @@ from deploy.openai.errors import keys_unread, not_ready
 from deploy.preflight import check_local_resources
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
-from specdec.sampling.config import GrammarConfig
-from specdec.scheduling.config import SchedulerConfig
 from tests.deploy.openai.fakes import Door
 from tests.deploy.openai.live import live_server
 
@@ -119,25 +116,6 @@ def test_what_was_there_before_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_base_url(host: str, url: str) -> None:
     assert base_url(HttpConfig(host=host)) == url
-
-
-def test_door_settings_follow_the_configuration() -> None:
-    http = HttpConfig(served_model_name="m", max_body_bytes=2048, max_choices=3, request_timeout_s=9)
-    config = DrafthouseConfig(target=ModelConfig(model="x"), http=http, grammar=GrammarConfig(max_bytes=4096))
-    settings = door_settings(config)
-    assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
-    assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
-    assert settings.max_grammar_bytes == 4096
-    assert not settings.api_keys, "doors read them themselves"
-    assert not settings.share_prefixes_between_keys
-    shared = config.model_copy(update={"http": HttpConfig(share_prefixes_between_keys=True)})
-    assert door_settings(shared).share_prefixes_between_keys
-
-
-def test_no_more_choices_than_there_is_room_for() -> None:
-    scheduler = SchedulerConfig(max_num_seqs=2, max_num_waiting=3)
-    config = DrafthouseConfig(target=ModelConfig(model="x"), scheduler=scheduler)
-    assert door_settings(config).max_choices == 5
 
 
 class Coordinators:

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.coordinator import CoordinatorReplica
 from cluster.draft_pool import DraftPoolReplica
-from deploy.application import door_settings
 from deploy.config import DrafthouseConfig
+from deploy.door_settings import door_settings
 from deploy.ingress import IngressReplica, ModelBehind
 from workers.start_limit import START_MARGIN_S
 
@@ -22,7 +22,10 @@ CONFIG = DrafthouseConfig.model_validate(
     }
 )
 BEHIND = ModelBehind(
-    target=CONFIG.target, cluster=CONFIG.cluster, settings=door_settings(CONFIG), generation=""
+    target=CONFIG.target,
+    cluster=CONFIG.cluster,
+    settings=door_settings(CONFIG.http, CONFIG.served_models()[0]),
+    generation="",
 )
 
 

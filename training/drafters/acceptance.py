@@ -8,7 +8,8 @@ ends where the target ends it: what it would say behind is never served.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from training.progress import console
 TEMPERATURES = (0.0, 0.7)
 NUM_RANKS = 8
 """Ranks that hits are counted by: children of a node in a tree."""
+_NOISE_BYTES = 1 << 30
+"""Most memory for noise, where it holds that of one text at least."""
 
 
 Drafts = Callable[[torch.Tensor, Choose], torch.Tensor]
@@ -188,11 +191,14 @@ def _at(
     rounds: list[int] = []
     ranks: list[list[torch.Tensor]] = []
     described = f"drafting at temperature {temperature}"
-    for row, tokens in enumerate(track(texts, described, console=console, transient=True)):
+    noises: Iterable[torch.Tensor | None] = (
+        _noise_by_row(seed, num_generated, num_rows, vocab_size)
+        if temperature > 0
+        else repeat(None, num_rows)
+    )
+    told = track(zip(texts, noises, strict=True), described, total=num_rows, console=console, transient=True)
+    for tokens, noise in told:
         own = tokens[None].to(target.device)
-        noise = None
-        if temperature > 0:
-            noise = _noise(seed, num_generated, num_rows, row, vocab_size)
         choice = _Choice(temperature, noise, prompt_length, tokens if num_standing_ranks else None)
         drafted = drafts(own, choice)[0].cpu()
         ranks.append([of_depth[prompt_length - 1 :] for of_depth in choice.ranks])
@@ -231,9 +237,19 @@ def acceptance_by_depth(
     return rates
 
 
-def _noise(seed: int, num_generated: int, num_rows: int, row: int, vocab_size: int) -> torch.Tensor:
-    """float32 [num_generated, V]: what the target's own choices of this row were made with."""
-    return torch.stack([gumbel_noise(seed, step, num_rows, vocab_size)[row] for step in range(num_generated)])
+def _noise_by_row(seed: int, num_generated: int, num_rows: int, vocab_size: int) -> Iterator[torch.Tensor]:
+    """Yield for each row float32 [num_generated, V]: what the target's own choices of it were made with.
+
+    That of a step is drawn for all rows at once, so it is kept for as many rows as there is memory for, and
+    not drawn again for each. What is yielded is written over when the next is asked for.
+    """
+    group = min(num_rows, max(1, _NOISE_BYTES // (4 * num_generated * vocab_size)))
+    kept = torch.empty(group, num_generated, vocab_size)
+    for first in range(0, num_rows, group):
+        last = min(num_rows, first + group)
+        for step in range(num_generated):
+            kept[: last - first, step] = gumbel_noise(seed, step, num_rows, vocab_size)[first:last]
+        yield from kept[: last - first]
 
 
 def _shifted(tokens: torch.Tensor, by: int) -> torch.Tensor:

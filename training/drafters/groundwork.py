@@ -275,10 +275,10 @@ def _sampled(
     num_leading: int,
     ends: Sequence[int],
 ) -> torch.Tensor:
-    """int64 [samples, T]: beginnings of rows that the target goes on with; made once, in parts.
+    """int64 [samples, T]: beginnings of rows that the target goes on with; made once.
 
     Where it ends a text, it goes on with the beginning of another row, less the ``num_leading`` tokens that
-    begin each.
+    begin each. A part is kept in a file of its own as soon as it is made; all of them become one file.
     """
     prompt_length = min(_PROMPT_LENGTH, recipe.row_length // 2)
     if options.samples < recipe.batch_rows:
@@ -286,10 +286,8 @@ def _sampled(
     settings = (options.samples, recipe.row_length, recipe.seed, options.sample_temperature)
     origin = hashlib.sha256(f"{fingerprint} {_digest(rows.tokens)} {list(ends)}".encode()).hexdigest()[:16]
     path = options.work / f"samples-{'-'.join(map(str, settings))}-{origin}.pt"
-    written = torch.empty(0, recipe.row_length, dtype=torch.int64)
-    if path.exists():
-        written = torch.load(path, weights_only=True)  # noqa: TID251 - our own file
-    starts = range(len(written), options.samples, _SAMPLED_AT_ONCE)
+    parts = _read_parts(path)
+    starts = range(sum(map(len, parts)), options.samples, _SAMPLED_AT_ONCE)
     for start in track(starts, "sampling from the target", console=console, disable=not starts):
         end = min(options.samples, start + _SAMPLED_AT_ONCE)
 
@@ -306,6 +304,30 @@ def _sampled(
             seed=recipe.seed * 1000 + start,
             ends=ends,
         )
-        written = torch.cat([written, made])
+        parts.append(made)
+        replace_file(_part(path, start), partial(torch.save, made))
+    written = torch.cat(parts)
+    if len(parts) > 1 or not path.exists():
         replace_file(path, partial(torch.save, written))
+    for part in path.parent.glob(_part(path, "*").name):
+        part.unlink()
     return written
+
+
+def _part(path: Path, start: int | str) -> Path:
+    """The file of the rows from ``start`` on, as long as there is none of all."""
+    return path.with_name(f"{path.stem}-from-{start}{path.suffix}")
+
+
+def _read_parts(path: Path) -> list[torch.Tensor]:
+    """Rows that are there, in order: those of the file (all, or the first ones, as earlier versions left it),
+    then those of its parts."""
+    parts = [_read_rows(path)] if path.exists() else []
+    while (part := _part(path, sum(map(len, parts)))).exists():
+        parts.append(_read_rows(part))
+    return parts
+
+
+def _read_rows(file: Path) -> torch.Tensor:
+    rows: torch.Tensor = torch.load(file, weights_only=True)  # noqa: TID251 - our own file
+    return rows

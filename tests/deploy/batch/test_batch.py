@@ -6,9 +6,11 @@ import asyncio
 import codecs
 import json
 import math
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,10 @@ import pytest
 from deploy.batch.lines import BadLine, num_lines, read_lines
 from deploy.batch.results import ResultsFile, result_of_bad_line
 from deploy.batch.runner import BatchInterrupted, BatchOptions, BatchRunner
-from specdec.core.errors import ConfigError
-from tests.deploy.openai.fakes import PIECES, Door
+from specdec.core.description import TargetDescription
+from specdec.core.error_codes import ENGINE_FAILED
+from specdec.core.errors import ConfigError, RequestFailed
+from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 
 TEXT = "".join(PIECES)
 OPTIONS = BatchOptions(concurrency=4, patience_s=20.0)
@@ -58,13 +62,14 @@ def run(
     *,
     options: BatchOptions = OPTIONS,
     drop_failures: bool = False,
+    is_gone: Callable[[], bool] = lambda: False,
 ) -> Waits:
     waits = Waits()
 
     async def go() -> None:
         with ResultsFile(results, drop_failures=drop_failures) as file:
             async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
-                runner = BatchRunner(client, file, options, sleep=waits)
+                runner = BatchRunner(client, file, options, sleep=waits, is_gone=is_gone)
                 await runner.run(read_lines(requests), lambda result: None)
 
     asyncio.run(go())
@@ -261,6 +266,90 @@ def test_a_failure_that_the_server_tells_is_an_error_of_that_line(tmp_path: Path
     assert result["error"]["code"] == "broken"
 
 
+LOGIN = "<html>Sign in</html>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (
+            httpx.Response(308, headers={"Location": "https://door/v1/completions"}),
+            "status 308 leads to https://door/v1/completions: give the URL of the server itself",
+        ),
+        (httpx.Response(302, headers={"Location": "/login"}, html=LOGIN), "status 302 leads to /login"),
+        (httpx.Response(302), "status 302 leads to nowhere"),
+        (httpx.Response(400, html="<h1>The plain HTTP request was sent to HTTPS port</h1>"), "status 400"),
+        (httpx.Response(403, html=LOGIN), "status 403, and no JSON: this is not the server itself"),
+        (httpx.Response(405, html=LOGIN), "status 405"),
+        (
+            httpx.Response(401, json={"error": {"message": "wrong"}}),
+            "status 401: the API key is not accepted",
+        ),
+        (httpx.Response(401, text="Unauthorized"), "status 401"),
+    ],
+)
+def test_what_would_be_said_to_every_line_is_no_result_of_any(
+    tmp_path: Path, answer: httpx.Response, reason: str
+) -> None:
+    requests = write(tmp_path / "in", *(request(str(number)) for number in range(20)))
+    with pytest.raises(BatchInterrupted, match=rf"line \d+: {reason}"):
+        run(answers(GOOD, GOOD, answer), requests, tmp_path / "out")
+    assert len(results_of(tmp_path / "out")) == 2
+    run(answers(GOOD), requests, tmp_path / "out")
+    assert [result["error"] for result in results_of(tmp_path / "out")] == [None] * 20
+
+
+@pytest.mark.parametrize("body", [{"text": "Forbidden"}, {"json": {"error": {"message": "not for you"}}}])
+def test_a_server_that_may_be_asked_again_is_waited_for_whatever_it_says(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    requests = write(tmp_path / "in", request("a"))
+    assert run(answers(httpx.Response(429, **body), GOOD), requests, tmp_path / "out").seconds == [0.5]
+
+
+def test_what_the_server_itself_forbids_is_an_error_of_that_line(tmp_path: Path) -> None:
+    told = httpx.Response(403, json={"error": {"message": "no such model for you", "param": "model"}})
+    assert not run(answers(told), write(tmp_path / "in", request("a")), tmp_path / "out").seconds
+    (result,) = results_of(tmp_path / "out")
+    assert result["error"]["message"] == "line 1: body.model: no such model for you"
+
+
+def test_a_line_that_is_too_long_for_a_proxy_is_an_error_of_that_line(tmp_path: Path) -> None:
+    """nginx says so in HTML; others of the batch may be shorter."""
+    too_long = httpx.Response(413, html="<h1>413 Request Entity Too Large</h1>")
+    requests = write(tmp_path / "in", request("long"), request("short"))
+    options = BatchOptions(concurrency=1, patience_s=20.0)
+    assert not run(answers(too_long, GOOD), requests, tmp_path / "out", options=options).seconds
+    long, short = results_of(tmp_path / "out")
+    assert long["error"]["code"] == "request_too_large"
+    assert long["error"]["message"].startswith("line 1: ")
+    assert short["error"] is None
+
+
+class _Dying(ScriptedService):
+    """Fails every stream, and is no more then."""
+
+    def description(self) -> TargetDescription | None:
+        return None if self.closed else super().description()
+
+
+def test_a_server_in_this_process_that_has_failed_leaves_no_results(tmp_path: Path) -> None:
+    service = _Dying(fail_after=1, failure=RequestFailed("the engine failed", code=ENGINE_FAILED))
+    transport = httpx.ASGITransport(Door(service).app)
+    requests = write(tmp_path / "in", *(request(str(number)) for number in range(9)))
+
+    def is_gone() -> bool:
+        return service.description() is None
+
+    with pytest.raises(BatchInterrupted, match="the engine in this process failed; the same command goes on"):
+        run(transport, requests, tmp_path / "out", is_gone=is_gone)
+    assert not results_of(tmp_path / "out")
+    with pytest.raises(BatchInterrupted, match="the engine in this process failed"):  # it says 503 now
+        run(transport, requests, tmp_path / "out", is_gone=is_gone)
+    run(httpx.ASGITransport(Door().app), requests, tmp_path / "out")
+    assert [result["error"] for result in results_of(tmp_path / "out")] == [None] * 9
+
+
 def test_a_server_that_never_has_a_route_ends_the_batch(tmp_path: Path) -> None:
     with pytest.raises(BatchInterrupted, match=r"status 404, .* is the URL right"):
         run(answers(NO_ROUTE), write(tmp_path / "in", request("a")), tmp_path / "out")
@@ -386,6 +475,17 @@ def test_a_process_that_is_killed_locks_nobody_out(tmp_path: Path) -> None:
         process.kill()
     with ResultsFile(out) as file:
         assert file.num_results == 0
+
+
+def test_results_are_not_written_where_they_cannot_be_read_again(tmp_path: Path) -> None:
+    """Opening a pipe waits for somebody who reads; reading what is in it, for somebody who writes."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for file in (pipe, Path("/dev/null")):
+        with pytest.raises(ConfigError, match=rf"{file} is a pipe or a device, and results are read again"):
+            ResultsFile(file)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        ResultsFile(tmp_path)
 
 
 def test_what_is_refused_is_locked_no_more(tmp_path: Path) -> None:

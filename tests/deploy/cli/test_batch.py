@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,14 +12,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from typer.testing import CliRunner
 
+from deploy.cli.batch import _check
 from deploy.cli.main import app
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
+from specdec.core.error_codes import TIMED_OUT
+from specdec.core.errors import UserError
 from specdec.core.sampling_params import SamplingDefaults
 from specdec.engine import local_target
+from specdec.engine.engine import Engine
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 from tests.deploy.openai.live import live_server
 
@@ -65,6 +72,54 @@ def test_over_http_with_a_key(tmp_path: Path) -> None:
     assert [result["response"]["status_code"] for result in results_of(out)] == [200] * 20
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (RedirectResponse("https://door.example/v1/models", 308), "leads to https://door.example/v1/models"),
+        (RedirectResponse("/login", 302), "status 302 leads to /login"),
+        (HTMLResponse("<h1>The plain HTTP request was sent to HTTPS port</h1>", 400), "is the URL right?"),
+        (HTMLResponse("<h1>Forbidden</h1>", 403), "status 403, and no JSON: this is not the server itself"),
+        (HTMLResponse("<h1>Sign in</h1>", 200), "status 200, and no JSON: this is not the server itself"),
+        (Response("[]", 200, media_type="application/json"), "this is not the server itself"),
+        (Response("Unauthorized", 401), "--api-key"),
+    ],
+)
+def test_what_is_no_server_is_told_before_the_first_line(
+    tmp_path: Path, answer: Response, reason: str
+) -> None:
+    requests, out = requests_in(tmp_path / "in", 3), tmp_path / "out"
+    with live_server(answer, lifespan="off") as url:
+        code, _, stderr = invoke(requests, out, "--url", url)
+    assert code == 2
+    assert reason in stderr
+    assert url in stderr
+    assert out.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, json={"data": []}),
+        httpx.Response(404, text="Path '/v1/models' not found."),
+        httpx.Response(404, json={"detail": "Not Found"}),
+        httpx.Response(405, json={"detail": "Method Not Allowed"}),
+        httpx.Response(429, text="slow down"),
+        httpx.Response(500, text="Internal Server Error"),
+        httpx.Response(503, html="<h1>503</h1>"),
+    ],
+)
+def test_a_server_that_starts_or_does_not_list_models_is_one(answer: httpx.Response) -> None:
+    async def check(given: httpx.Response) -> None:
+        async with httpx.AsyncClient(
+            transport=httpx.MockTransport(lambda _: given), base_url="http://door"
+        ) as client:
+            await _check(client, "http://door")
+
+    asyncio.run(check(answer))
+    with pytest.raises(UserError, match="http://door/v1/models: status 302"):
+        asyncio.run(check(httpx.Response(302)))
+
+
 def test_no_proxy_is_asked_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, out = requests_in(tmp_path / "in", 2), tmp_path / "out"
     for name in ("no_proxy", "NO_PROXY"):
@@ -96,6 +151,7 @@ def test_mistakes(tmp_path: Path, config: Path) -> None:
         ((tmp_path / "none", out), "none cannot be read"),
         ((requests, requests), "give another one"),
         ((requests, tmp_path / "no" / "out"), "cannot be written"),
+        ((requests, tmp_path / "pipe"), "is a pipe or a device"),
         ((requests, out, "--url", "http://x", "-c", config), "either --url, or --config"),
         ((requests, out, "--url", "http://a:b"), "is not a URL"),
         ((requests, out, "--url", "ftp://x"), "is not a URL"),
@@ -128,6 +184,93 @@ def test_defaults_of_the_checkpoint_count_as_for_a_server(
     assert code == 0, stderr
     texts = {result["response"]["body"]["choices"][0]["text"] for result in results_of(out)}
     assert (len(texts) == 1) is is_greedy
+
+
+def test_results_do_not_go_down_a_pipe(tmp_path: Path) -> None:
+    """`drafthouse batch in.jsonl /dev/stdout | jq`: it would wait for what it has not written yet."""
+    requests = requests_in(tmp_path / "in", 1)
+    arguments = [sys.executable, "-c", COMMAND, "batch", str(requests), "/dev/stdout"]
+    done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "/dev/stdout is a pipe or a device" in done.stderr
+    assert not done.stdout
+
+
+def configured(config: Path, text: str) -> Path:
+    config.write_text(f"{config.read_text()}{text}\n")
+    return config
+
+
+def test_more_choices_than_an_engine_takes_in_are_an_error_of_that_line(tmp_path: Path, config: Path) -> None:
+    """However long one waits; one process has one engine, whatever a cluster would have."""
+    configured(config, "scheduler: {max_num_seqs: 2, max_num_waiting: 0}")
+    configured(config, "cluster: {target_groups: {num_groups: 9}}")
+    requests, out = requests_in(tmp_path / "in", 1, max_tokens=2, n=8), tmp_path / "out"
+    code, _, stderr = invoke(requests, out, "-c", config, "--patience", 1)
+    assert code == 1
+    assert "1 of 1 failed" in stderr
+    (result,) = results_of(out)
+    assert result["error"]["message"].startswith(
+        "line 1: body.n: n times the number of prompts must be at most 2"
+    )
+    requests_in(requests, 2, max_tokens=2, n=2)
+    out.unlink()
+    assert invoke(requests, out, "-c", config)[0] == 0
+
+
+@pytest.mark.parametrize(("limit", "status"), [("", 413), ("http: {max_body_bytes: 6000000}", 200)])
+def test_bodies_are_as_long_as_the_configuration_lets_them_be(
+    tmp_path: Path, config: Path, limit: str, status: int
+) -> None:
+    requests, out = requests_in(tmp_path / "in", 1, max_tokens=2, user="x" * (5 << 20)), tmp_path / "out"
+    invoke(requests, out, "-c", configured(config, limit))
+    (result,) = results_of(out)
+    assert result["response"]["status_code"] == status
+
+
+@pytest.mark.parametrize(
+    ("http", "timeout_s"),
+    [("", 0.1), ("http: {request_timeout_s: 9}", 0.1), ("http: {request_timeout_s: 0.1}", 9)],
+)
+def test_the_shorter_limit_of_time_ends_a_line(
+    tmp_path: Path, config: Path, http: str, timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def slow(self: Engine, **more: Any) -> Any:
+        time.sleep(0.05)
+        return step(self, **more)
+
+    monkeypatch.setattr(Engine, "step", slow)
+    requests, out = requests_in(tmp_path / "in", 1, max_tokens=48, ignore_eos=True), tmp_path / "out"
+    code, _, stderr = invoke(requests, out, "-c", configured(config, http), "--timeout", timeout_s)
+    assert code == 1, stderr
+    (result,) = results_of(out)
+    assert result["response"]["status_code"] == 504
+    assert result["error"]["code"] == TIMED_OUT
+
+
+def test_an_engine_that_fails_ends_the_batch_and_the_same_command_goes_on(
+    tmp_path: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, steps = Engine.step, []
+
+    def broken(self: Engine, **more: Any) -> Any:
+        steps.append(self)
+        if len(steps) > 2:
+            raise RuntimeError("a bug")
+        return step(self, **more)
+
+    requests, out = requests_in(tmp_path / "in", 12, max_tokens=40, ignore_eos=True), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "step", broken)
+        code, _, stderr = invoke(requests, out, "-c", config)
+    assert code == 1
+    assert "the engine in this process failed; the same command goes on from here" in stderr
+    assert out.read_text() == ""
+    code, _, stderr = invoke(requests, out, "-c", config)
+    assert code == 0, stderr
+    assert len(results_of(out)) == 12
 
 
 def test_interrupted_and_gone_on_with(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -90,7 +92,31 @@ def test_ctrl_c_tells_what_has_come_out_so_far(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "run").read_text())["requests"]) == int(complete[1])
 
 
+class _Shell(socketserver.BaseRequestHandler):
+    """What listens there is no HTTP server."""
+
+    def handle(self) -> None:
+        self.request.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+        self.request.recv(1 << 16)
+
+
+def test_another_port_is_no_server() -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Shell) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            code, stdout, stderr = invoke(f"http://127.0.0.1:{server.server_address[1]}", "-n", 2)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert code == 2
+    assert "nothing answers at http://127.0.0.1" in stderr
+    assert not stdout
+
+
 def test_mistakes(tmp_path: Path) -> None:
+    halves = tmp_path / "halves.jsonl"
+    halves.write_text('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud83d"}\n')
     for arguments, message in (
         (("http://127.0.0.1:9",), "nothing answers"),
         (("http://:99999999",), "is not a URL"),
@@ -100,6 +126,8 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--extra-body", "[]"), "--extra-body"),
         (("--extra-body", '{"temperature": NaN}'), "--extra-body: is not JSON"),
         (("--extra-body", '{"temperature": 1e999}'), "--extra-body: is not JSON"),
+        (("--extra-body", '{"stop": "\\ud83d"}'), "--extra-body: is not JSON"),
+        (("--prompts", halves), f"--prompts: {halves}:2: is not JSON"),
         (("--json", tmp_path / "no" / "run.json"), "--json"),
         (("--duration", 0.001, "--rate", 0.001), "no request arrives"),
         (("--vocab-size", 100, "--endpoint", "chat"), "--vocab-size"),

@@ -1,12 +1,14 @@
-"""Options that change what a file says are checked as the file is."""
+"""Options that change what a file says are checked as the file is; prompts are read as they were written."""
 
 from __future__ import annotations
 
+import codecs
+import json
 from pathlib import Path
 
 import pytest
 
-from deploy.cli.inputs import engine_config
+from deploy.cli.inputs import engine_config, read_prompts
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
 
@@ -49,3 +51,35 @@ def test_nothing_else_changes(tmp_path: Path, speculative: str) -> None:
     before = configured(tmp_path, speculative, None).speculative_config
     after = configured(tmp_path, speculative, 2).speculative_config
     assert after == before.model_copy(update={"num_speculative_tokens": 2})
+
+
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_of_prompts_end_where_a_file_ends_them(tmp_path: Path, mark: bytes, end: str) -> None:
+    """JSON may hold as they are what Unicode calls ends of lines, and not every tool escapes them."""
+    given = ["a\u2028b", "c\u2029d\x85e", "\x0b\x0c\x1c", "two\nlines", "\U0001f600"]
+    lines = [json.dumps({"prompt": one}, ensure_ascii=False) for one in given]
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(mark + "".join(f"{line}{end}" for line in [*lines, ""]).encode())
+    assert read_prompts(file) == given
+    text = tmp_path / "prompts.txt"
+    text.write_bytes(mark + f"a\u2028b{end}{end}c".encode())
+    assert read_prompts(text) == ["a\u2028b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "is not JSON"),
+        ('{"prompt": "\\ud83d"}', "is not JSON: .*surrogate|is not JSON: .*hex escape"),
+        ('{"prompt": "\\ude00"}', "is not JSON"),
+        ('{"text": "a"}', 'not a JSON object with a "prompt"'),
+        ("[]", 'not a JSON object with a "prompt"'),
+        ('{"prompt": 3}', '"prompt" must be a string'),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"--prompts: {file}:3: ({reason})"):
+        read_prompts(file)

@@ -54,7 +54,7 @@ def test_without_the_extra_the_message_says_what_to_install(
     monkeypatch.setattr(command, "_PACKAGES", ("json", "not_there"))
     result = runner.invoke(app, ["dashboards", "write", str(tmp_path)])
     assert result.exit_code == 2
-    assert "pip install 'drafthouse[grafana]'" in result.stderr
+    assert "pip install -e '.[grafana]' in a checkout" in result.stderr
     assert "not_there" in result.stderr
 
 

@@ -138,6 +138,22 @@ def test_failures_have_names_of_their_own(answer: Answer, kind: str) -> None:
     assert asyncio.run(errors_of(answer, read_s=0.5))[1] == [kind]
 
 
+def test_what_is_no_http_fails_its_own_request_alone() -> None:
+    """httpx_aiohttp lets aiohttp's error through, and with it the run would end."""
+    answered: list[int] = []
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        answered.append(1)
+        if len(answered) == 2:
+            writer.write(b"SSH-2.0-x\r\n\r\n")
+            writer.close()
+        else:
+            writer.write(STREAM)
+
+    _, errors = asyncio.run(errors_of(answer, number=5))
+    assert sorted(errors, key=str) == ["ClientResponseError", *[None] * 4]
+
+
 def test_who_is_not_there() -> None:
     async def ask() -> str:
         async with load_client("http://127.0.0.1:9", connect_s=5.0, read_s=5.0) as client:

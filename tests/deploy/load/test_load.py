@@ -312,7 +312,7 @@ def test_arrivals_follow_their_seed_and_end_where_they_should() -> None:
 
 def test_a_trace(tmp_path: Path) -> None:
     file = tmp_path / "trace"
-    file.write_text('3.5\n\n{"at_s": 1, "prompt_length": 9, "output_length": 4}\n')
+    file.write_text('\ufeff3.5\n\n{"at_s": 1, "prompt_length": 9, "output_length": 4}\n', encoding="utf-8")
     assert read_trace(file, speedup=2.0) == (
         Arrival(at_s=0.5, prompt_length=9, output_length=4),
         Arrival(at_s=1.75),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,84 @@ class TestEnds:
         assert row[:13] == written[:13]
         assert row[13:] == whole.rows.tokens[4, :11].tolist()
         assert len(list(chosen.work.glob("samples-*.pt"))) == 2, "what was written otherwise is left alone"
+
+
+class TestSamples:
+    """Rows that the target writes take hours: they are kept as they are made."""
+
+    @pytest.fixture
+    def written_bytes(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Lengths of the files that were written. The target is not asked: its rows are drawn."""
+
+        def write_rows(_: Any, beginnings: Any, *, length: int, seed: int, **__: Any) -> torch.Tensor:
+            number = len(beginnings(0))
+            return torch.randint(2, 100, (number, length), generator=torch.Generator().manual_seed(seed))
+
+        def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+            replace(path, write)
+            lengths.append(path.stat().st_size)
+
+        replace, lengths = groundwork.replace_file, []
+        monkeypatch.setattr(groundwork, "_SAMPLED_AT_ONCE", 4)
+        monkeypatch.setattr(groundwork, "write_rows", write_rows)
+        monkeypatch.setattr(groundwork, "replace_file", replace_file)
+        return lengths
+
+    def test_what_is_written_grows_as_the_rows_do(
+        self, target_folder: Path, texts: Path, tmp_path: Path, written_bytes: list[int]
+    ) -> None:
+        def num_bytes(samples: int) -> int:
+            written_bytes.clear()
+            chosen = options(target_folder, texts, tmp_path / str(samples), samples=samples)
+            rows = Groundwork.lay(recipe(row_length=96), chosen).rows.tokens
+            assert rows.shape == (samples, 96)
+            assert len(list(chosen.work.glob("*"))) == 1
+            return sum(written_bytes)
+
+        assert num_bytes(160) < 5 * num_bytes(40)
+
+    @pytest.mark.parametrize("num_kept", [0, 4, 8, 20])
+    def test_rows_that_earlier_versions_have_left_are_gone_on_from(
+        self, target_folder: Path, texts: Path, tmp_path: Path, written_bytes: list[int], num_kept: int
+    ) -> None:
+        """They rewrote the file of all."""
+        chosen = options(target_folder, texts, tmp_path, samples=20)
+        whole = Groundwork.lay(recipe(), chosen).rows.tokens
+        (file,) = chosen.work.glob("samples-*.pt")
+        torch.save(whole[:num_kept].clone(), file)
+        written_bytes.clear()
+        assert torch.equal(Groundwork.lay(recipe(), chosen).rows.tokens, whole)
+        assert len(written_bytes) == (20 - num_kept) // 4 + (num_kept < 20)
+        assert len(list(chosen.work.glob("*"))) == 1
+
+    @pytest.mark.parametrize("at", range(1, 7))
+    def test_an_interruption_loses_one_part_at_most(
+        self,
+        target_folder: Path,
+        texts: Path,
+        tmp_path: Path,
+        written_bytes: list[int],
+        at: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """While a part is written, the whole, or behind that, where parts are still there."""
+        whole = Groundwork.lay(recipe(), options(target_folder, texts, tmp_path / "whole", samples=20))
+        counted, chosen = groundwork.replace_file, options(target_folder, texts, tmp_path / "cut", samples=20)
+        written_bytes.clear()
+
+        def cut(path: Path, write: Callable[[Path], object]) -> None:
+            counted(path, write)
+            if len(written_bytes) == at:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(groundwork, "replace_file", cut)
+            with pytest.raises(KeyboardInterrupt):
+                Groundwork.lay(recipe(), chosen)
+        written_bytes.clear()
+        assert torch.equal(Groundwork.lay(recipe(), chosen).rows.tokens, whole.rows.tokens)
+        assert len(written_bytes) == 6 - at
+        assert len(list(chosen.work.glob("*"))) == 1
 
 
 class TestFolders:

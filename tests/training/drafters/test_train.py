@@ -27,8 +27,13 @@ from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.registry import detect, load_drafter
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.mtp import Mtp
-from training.drafters import groundwork, train
-from training.drafters.acceptance import acceptance_by_depth, evaluate_acceptance, measure_acceptance
+from training.drafters import acceptance, groundwork, train
+from training.drafters.acceptance import (
+    acceptance_by_depth,
+    evaluate_acceptance,
+    evaluate_language_model,
+    measure_acceptance,
+)
 from training.drafters.capture import Capture
 from training.drafters.drafting import Choose, draft_everywhere
 from training.drafters.groundwork import Groundwork
@@ -425,6 +430,35 @@ def test_perfect_and_useless_drafters_are_told_apart(model: PreTrainedModel) -> 
     )
     assert bad["0.0"]["reached"] == [0.0, 0.0, 0.0]
     assert bad["0.0"]["acceptance_by_depth"][0][0] == 0.0
+
+
+@pytest.mark.parametrize(("rows_kept", "num_drawings"), [(0.5, 5), (1, 5), (2, 3), (5, 1), (1000, 1)])
+def test_noise_is_drawn_once_for_as_many_texts_as_there_is_memory_for(
+    model: PreTrainedModel, rows_kept: float, num_drawings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever texts share it, each has its own: the target as its own drafter is always right."""
+    num_rows, num_generated, vocab_size = 5, 12, 128
+    drawn: list[int] = []
+    gumbel_noise = acceptance.gumbel_noise
+
+    def counted(seed: int, step: int, *shape: int) -> torch.Tensor:
+        drawn.append(step)
+        return gumbel_noise(seed, step, *shape)
+
+    monkeypatch.setattr(acceptance, "gumbel_noise", counted)
+    monkeypatch.setattr(acceptance, "_NOISE_BYTES", int(rows_kept * 4 * num_generated * vocab_size))
+    report = evaluate_language_model(
+        model,
+        lambda text: model(text).logits,
+        torch.randint(5, 100, (num_rows, 6), generator=torch.Generator().manual_seed(0)),
+        num_generated=num_generated,
+        num_drafted=1,
+        ends=(),
+        seed=3,
+    )
+    assert drawn == [*range(num_generated)] * num_drawings
+    assert report["0.7"]["reached"] == [1.0]
+    assert report["0.0"]["reached"] == [1.0]
 
 
 def test_what_the_target_would_say_behind_the_end_counts_for_nothing(model: PreTrainedModel) -> None:

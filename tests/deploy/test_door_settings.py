@@ -1,0 +1,38 @@
+"""What a door is told of the configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.door_settings import door_settings
+from specdec.model.config import ModelConfig
+from specdec.sampling.config import GrammarConfig
+from specdec.scheduling.config import SchedulerConfig
+
+
+def test_door_settings_follow_the_configuration() -> None:
+    http = HttpConfig(served_model_name="m", max_body_bytes=2048, max_choices=3, request_timeout_s=9)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), http=http, grammar=GrammarConfig(max_bytes=4096))
+    (model,) = config.served_models()
+    settings = door_settings(http, model)
+    assert (settings.served_model_name, settings.max_body_bytes) == ("m", 2048)
+    assert (settings.max_choices, settings.request_timeout_s) == (3, 9)
+    assert settings.max_grammar_bytes == 4096
+    assert not settings.api_keys, "doors read them themselves"
+    assert not settings.share_prefixes_between_keys
+    assert door_settings(HttpConfig(share_prefixes_between_keys=True), model).share_prefixes_between_keys
+
+
+def test_no_more_choices_than_there_is_room_for() -> None:
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_waiting=3)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), scheduler=scheduler)
+    (model,) = config.served_models()
+    assert door_settings(config.http, model).max_choices == 5
+
+
+def test_who_needs_no_ray_does_not_wait_for_it() -> None:
+    """`drafthouse batch` with an engine of its own reads them, too."""
+    program = "import sys, deploy.door_settings; sys.exit('ray' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
