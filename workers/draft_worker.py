@@ -118,6 +118,7 @@ class DraftWorkerProcess:
             shares=shares,
             tap=self._tap,
             max_message_bytes=options.max_message_bytes,
+            max_draft_tokens=speculative.num_speculative_tokens,
         )
         self._proposer = proposer
         self._taking = False

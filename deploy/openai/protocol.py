@@ -107,7 +107,9 @@ class SpeculationOptions(BodyPart):
     """
 
     num_speculative_tokens: int | None = Field(default=None, ge=0, le=64)
-    """Draft tokens per round; 0 switches speculation off. Left out, the server decides."""
+    """Most draft tokens per round; 0 switches speculation off. What is more than the server's own
+    `num_speculative_tokens` (of the drafter, where there are several) is cut to that; somebody's
+    `slo.itl_ms` may leave less. Left out, the server decides."""
     kv_budget: KvBudgetAmount | None = None
     """How much of the text drafts attend to, where the server has a selection policy
     (`speculative_config.kv.policy`): an integer is tokens; 0.05 or "5%" a share of the length, at least the

@@ -137,8 +137,13 @@ class Vacancy:
 
     def has_place(self, now_s: float) -> bool:
         """Whether to give it a sequence now. A full one is tried with one at a time."""
-        is_open = self._num_refusals == 0 and (self._num_places is None or self._num_places > 0)
+        is_open = self._num_refusals == 0 and self.has_free_places
         return is_open or now_s >= self._retry_at_s
+
+    @property
+    def has_free_places(self) -> bool:
+        """Whether it told last that it takes more; who has told nothing takes any number."""
+        return self._num_places is None or self._num_places > 0
 
     def placed(self, now_s: float) -> None:
         """It was given a sequence."""

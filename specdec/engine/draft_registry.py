@@ -92,6 +92,10 @@ class DraftLink:
     max_length: int | None = None
     """Longest prefix (tokens) that it continues; None: it has not said, or has no limit."""
 
+    def continues(self, sequence: Placed) -> bool:
+        """Whether it drafts behind so many tokens, as far as is known."""
+        return self.max_length is None or sequence.committed_len < self.max_length
+
     def view(self, now_s: float) -> DraftWorkerView:
         """What placement looks at."""
         return DraftWorkerView(
@@ -138,7 +142,7 @@ class DraftRegistry:
         self._too_long: set[RequestId] = set()
         self._set_aside: set[RequestId] = set()
         self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
-        """Sequences that workers had room for and no longer have, and when to ask those again."""
+        """Sequences that are too long for what is left of workers' memory, and when to ask those again."""
         self._left_silent: dict[PeerId, set[RequestId]] = defaultdict(set)
         """Sequences that were taken from a silent worker, which may be dead, without an answer."""
         self._num_deaths: dict[RequestId, int] = {}
@@ -204,8 +208,11 @@ class DraftRegistry:
                 self._too_long.add(sequence.request_id)
                 continue
             registration = self.registrations.get(sequence.request_id)
+            if registration is not None and not self.links[registration.worker].continues(sequence):
+                self._leave(sequence.request_id)
+                registration = None
             if registration is None or (has_other and registration.worker in silent):
-                before, registration = registration, self._register(sequence.request_id, now_s)
+                before, registration = registration, self._register(sequence, now_s)
                 if before is not None and before is not registration and before.is_unanswered:
                     self._left_silent[before.worker].add(sequence.request_id)
             if registration is not None:
@@ -238,17 +245,22 @@ class DraftRegistry:
     def refused(self, request_id: RequestId, now_s: float) -> bool:
         """Look for another place when the sequence is asked for again: its worker knows nothing of it.
 
-        What had a place there once, and is too long for it now, says nothing about places for others: whether
-        that is the case is returned.
+        What is too long for the memory there, whether it had a place once or finds none of those that are
+        free, says nothing about places for others: whether that is the case is returned.
         """
         registration = self.registrations.pop(request_id)
         worker = registration.worker
-        self.links[worker].num_registered -= 1
-        has_outgrown = registration.confirmed_len > 0 or worker in self._outgrown.get(request_id, {})
-        if has_outgrown:
+        link = self.links[worker]
+        link.num_registered -= 1
+        is_too_long = (
+            registration.confirmed_len > 0
+            or link.vacancy.has_free_places
+            or worker in self._outgrown.get(request_id, {})
+        )
+        if is_too_long:
             resting = self._outgrown.setdefault(request_id, {})
             resting[worker] = now_s + self._deadlines.max_retry_s
-        return has_outgrown
+        return is_too_long
 
     def answered(self, request_id: RequestId, committed_len: int, num_unread: int) -> None:
         """The worker that has a sequence has answered for so many tokens, and has yet to read some."""
@@ -285,18 +297,18 @@ class DraftRegistry:
         link.vacancy.placed(now_s)
         return registration
 
-    def _register(self, request_id: RequestId, now_s: float) -> Registration | None:
+    def _register(self, sequence: Placed, now_s: float) -> Registration | None:
         """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
-        resting = self._outgrown.get(request_id, {})
+        resting = self._outgrown.get(sequence.request_id, {})
         views = [
             link.view(now_s)
             for name, link in self.links.items()
-            if not resting or now_s >= resting.get(name, now_s)
+            if link.continues(sequence) and now_s >= resting.get(name, now_s)
         ]
         worker = place(views, self._placement)
         if worker is None:
-            return self.registrations.get(request_id)
-        return self.give(request_id, worker, now_s)
+            return self.registrations.get(sequence.request_id)
+        return self.give(sequence.request_id, worker, now_s)
 
     def _is_deadly(self, request_id: RequestId) -> bool:
         return self._num_deaths.get(request_id, 0) >= _MOST_DEATHS
@@ -353,6 +365,7 @@ class DraftRegistry:
             if (registration := self.registrations.get(sequence.request_id)) is not None
             and registration.worker == move.source
             and registration.sent_len == registration.confirmed_len
+            and self.links[move.destination].continues(sequence)
         ]
         settled.sort(key=lambda sequence: sequence.committed_len)
         return [sequence.request_id for sequence in settled[: move.num_sequences]]

@@ -14,7 +14,7 @@ from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import MAX_DRAFT_TOKENS, Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_entries import answer_to, are_token_ids, is_valid
 from specdec.engine.draft_grammar import DraftGrammars, FollowedGrammar
@@ -183,7 +183,8 @@ class DraftServer:
     they say is heard (by channels that give it out in turns: `transport.inbox`), taken in, and drafted, in
     turn and within bounds, so that none waits for longer than the others have had their turn
     (`draft_shares.fair_batch`); what does not fit waits for the next batch. Each has an equal share of the
-    places for certain; what the others leave is for whoever comes first.
+    places for certain; what the others leave is for whoever comes first. A batch takes as long as its longest
+    draft, which is nobody's to choose: those that are wished longer than what is configured are made shorter.
     """
 
     def __init__(
@@ -196,12 +197,14 @@ class DraftServer:
         tap: TextTap | None = None,
         clock: Clock | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
         """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests.
 
         `tap` hears of every sequence that ends. `max_message_bytes` is the longest message that `channel`
-        sends.
+        sends, `max_draft_tokens` the longest draft (or largest tree), whatever is wished.
         """
+        self._max_draft_tokens = max_draft_tokens
         self._max_message_bytes = max_message_bytes
         self._channel = channel
         self._proposer = proposer
@@ -228,14 +231,15 @@ class DraftServer:
         self._next_sweep_s = 0.0
         self.counters: Counter[str] = Counter()
         """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
-        invalid_entries, unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads
-        the tokens, no more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to
-        another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
+        invalid_entries, shortened_entries (that wished for more draft tokens than there may be),
+        unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads the tokens, no
+        more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to another),
+        outgrown_sequences (their coordinator's share of the memory is too small for them now),
         unread_dropped (their coordinator said too much at a time), states_asked_again (sequences whose
         hidden states were lost), unexpected_messages (not for a draft worker, or of a coordinator that is
-        none any more); and by metric name what
-        coordinators are told: `draft_grammar_failures`, what the proposer (`proposers.base.HasCounters`) and
-        the tap count, what was counted elsewhere (`count`), and what the channel dropped."""
+        none any more); and by metric name what coordinators are told: `draft_grammar_failures`, what the
+        proposer (`proposers.base.HasCounters`) and the tap count, what was counted elsewhere (`count`), and
+        what the channel dropped."""
 
     @property
     def num_sequences(self) -> int:
@@ -379,6 +383,9 @@ class DraftServer:
         if not is_valid(entry):
             self.counters["invalid_entries"] += 1
             return None
+        if entry.num_draft_tokens > self._max_draft_tokens:
+            self.counters["shortened_entries"] += 1
+            entry = msgspec.structs.replace(entry, num_draft_tokens=self._max_draft_tokens)
         name = entry.request_id
         mirror = client.mirrors.get(name)
         if mirror is not None and (

@@ -16,7 +16,7 @@ from specdec.core.ids import RequestId
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_server import sequence_name
 from specdec.proposers.hidden import HiddenRows, ReceivedRows
-from specdec.transport.base import Envelope, PeerAddress, PeerId, PeerLost, TensorChannel
+from specdec.transport.base import Envelope, LinkNews, PeerAddress, PeerId, TensorChannel
 from specdec.transport.messages import HiddenRun, HiddenStates
 
 _MAX_SEQUENCES: Final = 1024
@@ -183,7 +183,7 @@ class HiddenInbox:
 
     def _take(self, envelope: Envelope) -> None:
         message = envelope.message
-        if isinstance(message, PeerLost):
+        if isinstance(message, LinkNews):
             return
         if not isinstance(message, HiddenStates):
             self.counters["hidden_malformed_dropped"] += 1

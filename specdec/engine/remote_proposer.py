@@ -32,6 +32,7 @@ from specdec.transport.base import (
     Channel,
     Envelope,
     PeerAddress,
+    PeerFound,
     PeerId,
     PeerLost,
     dropped_series,
@@ -231,9 +232,9 @@ class RemoteProposer:
         `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
         `speculation_cache_late` (of the misses, those whose continuations had not come in time),
         `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_outgrown` (given
-        up by a worker whose memory they had become too long for), `draft_sequences_moved` (from a
-        busy worker to one that was less so), `draft_sequences_too_long` (for any worker), what the draft
-        workers count themselves (`DraftServer.counters`), and `worker_messages_dropped` at both ends.
+        up, or refused, by a worker with places whose memory they were too long for), `draft_sequences_moved`
+        (from a busy worker to one that was less so), `draft_sequences_too_long` (for any worker), what the
+        draft workers count themselves (`DraftServer.counters`), and `worker_messages_dropped` at both ends.
         """
         counters = Counter(self._counters)
         counters.update({_fallback_series(reason): 0 for reason in get_args(FallbackReason)})
@@ -546,6 +547,8 @@ class RemoteProposer:
         elif isinstance(envelope.message, PeerLost):
             talk.link.patience.missed(self._clock.now_s())
             this_round.abandon(envelope.sender)
+        elif isinstance(envelope.message, PeerFound):
+            pass  # it is waited for again once it is heard
         elif isinstance(envelope.message, ProposeReply) and _makes_sense(envelope.message):
             self._take_reply(envelope.message, talk, this_round)
         else:
@@ -595,8 +598,8 @@ class RemoteProposer:
         if registration is not None and registration.epoch == answer.epoch:
             self._reading.discard(answer.request_id)
             if answer.is_full:
-                has_outgrown = self._registry.refused(answer.request_id, self._clock.now_s())
-                self._counters["draft_sequences_outgrown" if has_outgrown else "draft_sequences_refused"] += 1
+                is_too_long = self._registry.refused(answer.request_id, self._clock.now_s())
+                self._counters["draft_sequences_outgrown" if is_too_long else "draft_sequences_refused"] += 1
             elif answer.needs_start:
                 registration.start_again()
             else:

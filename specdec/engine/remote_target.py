@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from typing import Final
 
 from specdec.core.clock import Clock, MonotonicClock
 from specdec.core.description import TargetDescription
-from specdec.core.errors import ChannelTimeout, MessageTooLong, TransportError
+from specdec.core.errors import ChannelTimeout, ProtocolError, TransportError
 from specdec.core.plan import TargetResult, TargetStep
-from specdec.engine.step_parts import parts_of
-from specdec.transport.base import Channel, PeerAddress, PeerId, PeerLost, dropped_series
+from specdec.engine.step_parts import StepAssembly, send_step
+from specdec.transport.base import Channel, PeerAddress, PeerFound, PeerId, PeerLost, dropped_series
 from specdec.transport.messages import (
     Fatal,
     Fenced,
@@ -21,8 +22,11 @@ from specdec.transport.messages import (
     RunStep,
     SendHidden,
     StepDone,
+    StepPart,
     Welcome,
 )
+
+logger = logging.getLogger(__name__)
 
 _SENT_IN_GRACE: Final = 4
 """Into how many parts the grace of a lost link is divided: at the end of each, what may have been lost with
@@ -39,8 +43,8 @@ class RemoteTargetTimes:
     resend_after_s: float = 1.0
     """Steps run once however often they are sent; this covers a link that broke and came back."""
     lost_link_grace_s: float = 1.0
-    """After the link broke, how long it may take to come back with an answer. Steps are sent again several
-    times within it."""
+    """After the link broke, how long it may take to stand again, or to bring an answer. Steps are sent again
+    several times within it."""
 
 
 class RemoteTarget:
@@ -80,9 +84,11 @@ class RemoteTarget:
         self._next_sequence = 0
         self._in_flight: deque[RunStep] = deque()
         self._done: dict[int, TargetResult] = {}
+        self._parts = StepAssembly(StepDone)
         self.counters: Counter[str] = Counter()
-        """stale_answers: to steps that nobody waits for any more. steps_in_parts: how often a step was too
-        long for one message."""
+        """stale_answers: to steps that nobody waits for any more. malformed_answers: parts that are of none.
+        steps_in_parts: how often a step was too long for one message. sent_again: how often what was in
+        flight was sent once more."""
         self._lost_s: float | None = None
         channel.connect(worker)
         self._description = self._attach()
@@ -186,30 +192,47 @@ class RemoteTarget:
             message = self._next_message(give_up_s)
         except ChannelTimeout:
             if self._clock.now_s() < give_up_s:
-                for unanswered in self._in_flight:
-                    self._send(unanswered)
+                self._send_again()
                 return
             if self._lost_s is not None:
                 raise TransportError(f"target worker {self._worker.peer_id} is gone") from None
             raise
-        self._note_welcome(message)
-        if isinstance(message, StepDone) and message.incarnation == self._incarnation:
-            self._lost_s = None
-            if any(waiting.sequence == message.sequence for waiting in self._in_flight):
-                self._done[message.sequence] = message.result
-            else:
-                self.counters["stale_answers"] += 1
-        elif isinstance(message, StepDone):
-            self.counters["stale_answers"] += 1
+        if isinstance(message, PeerFound):
+            # It may be at its step still, or never have heard of it.
+            self._send_again()
+        elif isinstance(message, StepDone | StepPart):
+            self._take_answer(message)
+        else:
+            self._note_welcome(message)
 
-    def _send(self, step: RunStep) -> None:
-        """Send a step, in parts where it is too long for a message."""
+    def _take_answer(self, answer: StepDone | StepPart) -> None:
+        """Keep the answer to a step in flight, or a part of one; count what answers nothing."""
+        is_ours = answer.incarnation == self._incarnation
+        if is_ours:
+            self._lost_s = None
+        if not is_ours or all(waiting.sequence != answer.sequence for waiting in self._in_flight):
+            self.counters["stale_answers"] += isinstance(answer, StepDone) or answer.index == 0
+            return
+        done = answer if isinstance(answer, StepDone) else self._put_together(answer)
+        if done is not None:
+            self._done[done.sequence] = done.result
+
+    def _put_together(self, part: StepPart) -> StepDone | None:
         try:
-            self._channel.send(self._worker.peer_id, step)
-        except MessageTooLong as too_long:
-            for part in parts_of(step, too_long.most_bytes):
-                self._channel.send(self._worker.peer_id, part)
-            self.counters["steps_in_parts"] += 1
+            return self._parts.add(part)
+        except ProtocolError as error:
+            self.counters["malformed_answers"] += 1
+            logger.warning("ignored what target worker %s sent: %s", self._worker.peer_id, error)
+            return None
+
+    def _send_again(self) -> None:
+        self.counters["sent_again"] += 1
+        for unanswered in self._in_flight:
+            self._send(unanswered, self.counters["sent_again"])
+
+    def _send(self, step: RunStep, num_before: int = 0) -> None:
+        is_in_parts = send_step(self._channel, self._worker.peer_id, step, num_before)
+        self.counters["steps_in_parts"] += is_in_parts
 
     def _note_welcome(self, message: object) -> None:
         """The link is there again if that is what the worker says to our `Hello`."""
@@ -237,4 +260,6 @@ class RemoteTarget:
                 raise TransportError(f"target worker {self._worker.peer_id} failed: {reason}")
             case PeerLost() if self._lost_s is None:
                 self._lost_s = self._clock.now_s()
+            case PeerFound():
+                self._lost_s = None
         return envelope.message

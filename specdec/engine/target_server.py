@@ -11,7 +11,7 @@ from specdec.core.errors import ChannelTimeout, ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.engine.hidden_sender import HiddenSender
-from specdec.engine.step_parts import StepAssembly
+from specdec.engine.step_parts import StepAssembly, send_step
 from specdec.engine.target import Target
 from specdec.transport.base import Channel, PeerId
 from specdec.transport.messages import (
@@ -48,15 +48,15 @@ class TargetServer:
         self._incarnation = -1
         self._next_sequence = 0
         self._early: dict[int, TargetStep] = {}
-        self._parts = StepAssembly()
+        self._parts = StepAssembly(RunStep)
         self._answers: OrderedDict[int, TargetResult] = OrderedDict()
         self._known: set[RequestId] = set()
         self._left_behind: tuple[RequestId, ...] = ()
         """Sequences of former owners, until the next step releases them."""
         self.counters: Counter[str] = Counter()
         """stale_steps (of somebody who is not the owner any more, or never was), repeated_steps,
-        malformed_steps (parts that are of none), stale_wishes (for hidden states), unexpected_messages (not
-        for a target worker)."""
+        malformed_steps (parts that are of none), answers_in_parts (how often one was too long for one
+        message), stale_wishes (for hidden states), unexpected_messages (not for a target worker)."""
 
     def step(self, timeout_s: float | None) -> bool:
         """Handle the next message; return whether one came within `timeout_s`.
@@ -160,7 +160,10 @@ class TargetServer:
             self._hidden.step_done(self._known)
 
     def _answer(self, sequence: int) -> None:
-        self._send_to_owner(StepDone(self._incarnation, sequence, self._answers[sequence]))
+        assert self._owner is not None
+        done = StepDone(self._incarnation, sequence, self._answers[sequence])
+        is_in_parts = send_step(self._channel, self._owner, done, self.counters["repeated_steps"])
+        self.counters["answers_in_parts"] += is_in_parts
 
     def _send_to_owner(self, message: Message) -> None:
         assert self._owner is not None

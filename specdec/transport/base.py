@@ -25,6 +25,9 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Default bound on one encoded message."""
 MAX_QUEUED_BYTES = 64 << 20
 """Default bound on what has arrived from one peer and has not been read."""
+MAX_UNSENT_BYTES = 256 << 20
+"""Default bound on what is to be sent to one peer and has not left. More than one round may ask of a target,
+in however many parts: what is dropped of that costs seconds."""
 
 
 class PeerAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,12 +48,24 @@ class PeerLost(msgspec.Struct, frozen=True):
     """
 
 
+class PeerFound(msgspec.Struct, frozen=True):
+    """Never sent: a channel reports with it that a link stands again whose loss it has reported.
+
+    So the peer's process is there; whether it works, or has heard what was sent meanwhile, is not said. Over
+    `torch.distributed` it is not reported: nobody there waits for one peer alone.
+    """
+
+
+LinkNews = PeerLost | PeerFound
+"""What a channel itself says of a peer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """One arrival."""
 
     sender: PeerId
-    message: Message | PeerLost
+    message: Message | LinkNews
     tensors: Mapping[str, torch.Tensor] | None = None
     """What came beside the message, by name; only over a `TensorChannel`. On the CPU, but for what came by a
     device lane: that is on the lane's device, complete, and is read on the device's default stream."""

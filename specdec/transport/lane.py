@@ -50,6 +50,7 @@ class Lane:
         self._max_frame_bytes = max_frame_bytes
         self._arrived = bytearray()
         self._backlog: deque[bytes | memoryview] = deque()
+        self._num_backlog_bytes = 0
         self.is_open = is_open
         """Whether frames can be sent on it."""
         self.peer_has_moved = False
@@ -118,16 +119,22 @@ class Lane:
         self._socket, self.is_open = connection, True
         return True
 
-    def send(self, frame: bytes, max_queued: int) -> bool:
+    def send(self, frame: bytes, max_queued: int, max_queued_bytes: int) -> bool:
         """Send a frame; False when the lane is broken.
 
         Raises:
-            BlockingIOError: `max_queued` frames wait already.
+            BlockingIOError: `max_queued` frames wait already, or with this one more than `max_queued_bytes`
+                would. One may wait however long it is.
         """
-        if len(self._backlog) >= max_queued:
+        piece = _LENGTH.pack(len(frame)) + frame
+        num_waiting = len(self._backlog)
+        if num_waiting >= max_queued or (
+            num_waiting > 0 and self._num_backlog_bytes + len(piece) > max_queued_bytes
+        ):
             raise BlockingIOError
-        self._backlog.append(_LENGTH.pack(len(frame)) + frame)
-        return len(self._backlog) > 1 or self.flush()
+        self._backlog.append(piece)
+        self._num_backlog_bytes += len(piece)
+        return num_waiting > 0 or self.flush()
 
     def flush(self) -> bool:
         """Hand the backlog to the kernel, as far as it takes it; False when the lane is broken."""
@@ -135,6 +142,7 @@ class Lane:
             while self._backlog:
                 piece = self._backlog[0]
                 num_sent = self._socket.send(piece)
+                self._num_backlog_bytes -= num_sent
                 if num_sent < len(piece):
                     self._backlog[0] = memoryview(piece)[num_sent:]
                 else:
@@ -181,6 +189,7 @@ class Lane:
             with contextlib.suppress(OSError):
                 self._socket.sendall(b"".join(self._backlog))
         self._backlog.clear()
+        self._num_backlog_bytes = 0
         self._socket.close()
 
 

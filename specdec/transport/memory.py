@@ -12,6 +12,7 @@ import heapq
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,9 @@ from specdec.transport.base import (
     MAX_QUEUED_BYTES,
     ChannelCounters,
     Envelope,
+    LinkNews,
     PeerAddress,
+    PeerFound,
     PeerId,
     PeerLost,
 )
@@ -74,6 +77,8 @@ class MemoryNetwork:
         self._services: dict[PeerId, Callable[[], object]] = {}
         self._in_service: set[PeerId] = set()
         self._link_free_s: dict[tuple[PeerId, PeerId], float] = {}
+        self._num_breaks: Counter[frozenset[PeerId]] = Counter()
+        """Of links that are broken, by their ends: how many breaks are not over."""
 
     def open(self, peer_id: PeerId, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> MemoryChannel:
         """Return a new channel. A channel that had this id before is dead from now on."""
@@ -108,6 +113,36 @@ class MemoryNetwork:
                     self._push(due_s, partial(other._inbox.put, peer_id, PeerLost(), 0))
             self._changed.notify_all()
 
+    def break_link(self, one: PeerId, other: PeerId, for_s: float) -> None:
+        """Lose for so long whatever arrives from one of two peers at the other.
+
+        Who has opened a link to the other is told that it broke, and that it stands again.
+        """
+        with self._changed:
+            if not self._is_broken(one, other):
+                self._report(one, other, PeerLost())
+            self._num_breaks[frozenset((one, other))] += 1
+            self._push(self.clock.now_s() + for_s, partial(self._mend_link, one, other))
+
+    def _mend_link(self, one: PeerId, other: PeerId) -> None:
+        ends = frozenset((one, other))
+        self._num_breaks[ends] -= 1
+        if not self._num_breaks[ends]:
+            del self._num_breaks[ends]
+            self._report(one, other, PeerFound())
+
+    def _is_broken(self, one: PeerId, other: PeerId) -> bool:
+        return bool(self._num_breaks) and self._num_breaks[frozenset((one, other))] > 0
+
+    def _report(self, one: PeerId, other: PeerId, news: LinkNews) -> None:
+        """Tell whichever of two peers has opened a link to the other, if both are there."""
+        ends = self._channels.get(one), self._channels.get(other)
+        for channel, opposite in (ends, ends[::-1]):
+            if channel is None or opposite is None:
+                continue
+            if channel._links.get(opposite.address.peer_id) == opposite.address:
+                channel._inbox.put(opposite.address.peer_id, news, 0)
+
     def run_for(self, duration_s: float) -> None:
         """Simulation only: let time pass and deliver what falls due."""
         self._simulate(self.clock.now_s() + duration_s, lambda: False)
@@ -130,7 +165,7 @@ class MemoryNetwork:
 
     def _arrive(self, sender: PeerAddress, receiver: PeerId, frame: bytes) -> None:
         channel = self._channels.get(receiver)
-        if channel is None:
+        if channel is None or self._is_broken(sender.peer_id, receiver):
             return
         channel._accept(sender, frame)
         service = self._services.get(receiver)
@@ -186,7 +221,7 @@ class MemoryChannel:
         self._address = address
         self._max_message_bytes = max_message_bytes
         self._counters = ChannelCounters()
-        self._inbox: Inbox[bytes | PeerLost] = Inbox(
+        self._inbox: Inbox[bytes | LinkNews] = Inbox(
             max_items=_MAX_QUEUED_MESSAGES, max_bytes=MAX_QUEUED_BYTES
         )
         self._links: dict[PeerId, PeerAddress] = {}
@@ -290,8 +325,8 @@ class MemoryChannel:
         else:
             self._counters.dropped["full"] += 1
 
-    def _opened(self, sender: PeerId, arrived: bytes | PeerLost, num_bytes: int) -> Envelope | None:
-        if isinstance(arrived, PeerLost):
+    def _opened(self, sender: PeerId, arrived: bytes | LinkNews, num_bytes: int) -> Envelope | None:
+        if not isinstance(arrived, bytes):
             return Envelope(sender=sender, message=arrived)
         try:
             return _opened(sender, arrived, num_bytes)

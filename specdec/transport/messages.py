@@ -1,7 +1,7 @@
 """Everything that peers say to each other, and how it is put into bytes.
 
-    coordinator -> target worker   Hello, RunStep
-    target worker -> coordinator   Welcome, StepDone, Fenced, Fatal
+    coordinator -> target worker   Hello, RunStep, StepPart
+    target worker -> coordinator   Welcome, StepDone, StepPart, Fenced, Fatal
     coordinator -> draft worker    ProposeRequest, Release
     draft worker -> coordinator    ProposeReply
     ingress -> coordinator         Hello, SubmitRequest, Abort, Ping, MetricsQuery, StatusQuery, Recall
@@ -77,7 +77,7 @@ class RunStep(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class StepPart(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """A part of the frame of a `RunStep` that is too long for one message."""
+    """A part of the frame of a `RunStep`, or of the `StepDone` to it, that is too long for one message."""
 
     incarnation: int
     sequence: int

@@ -28,8 +28,10 @@ from specdec.core.errors import ChannelClosed, ChannelTimeout, MessageTooLong, P
 from specdec.transport.base import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
+    MAX_UNSENT_BYTES,
     ChannelCounters,
     Envelope,
+    LinkNews,
     PeerAddress,
     PeerId,
     PeerLost,
@@ -86,6 +88,10 @@ class ZmqOptions:
     counted as they are taken in, in `receive`."""
     max_queued_bytes: int = MAX_QUEUED_BYTES
     """Of what has arrived from one peer and has not been read."""
+    max_unsent_bytes: int = MAX_UNSENT_BYTES
+    """Of what is to be sent to one peer and has not left: by its lane, or by a link that is not up. ZeroMQ,
+    which does not count bytes, holds beside that as many messages as it would be of 64 KiB each; ordinary
+    ones are far shorter."""
     heartbeat_interval_s: float = 1.0
     heartbeat_timeout_s: float = 4.0
     """A link that is silent for so long counts as broken."""
@@ -119,7 +125,7 @@ class ZmqChannel:
         self._admitted: dict[str, PeerId] = {}
         self._callers: dict[PeerId, Caller] = {}
         self._links: dict[PeerId, Link] = {}
-        self._inbox: Inbox[bytes | PeerLost] = Inbox(
+        self._inbox: Inbox[bytes | LinkNews] = Inbox(
             max_items=self._options.max_queued_messages, max_bytes=self._options.max_queued_bytes
         )
         self._num_read = 0
@@ -141,6 +147,7 @@ class ZmqChannel:
             take=self._take_from_lane,
             max_frame_bytes=self._max_received_bytes,
             max_queued=self._options.max_queued_messages,
+            max_queued_bytes=self._options.max_unsent_bytes,
         )
         self._closed = False
         wanted = f"tcp://{_bracketed(host)}:*"
@@ -242,7 +249,7 @@ class ZmqChannel:
             while self._inbox:
                 sender, arrived, num_bytes = self._inbox.take()
                 self._num_read += num_bytes
-                message = arrived if isinstance(arrived, PeerLost) else self._decode(arrived)
+                message = self._decode(arrived) if isinstance(arrived, bytes) else arrived
                 if message is not None:
                     self._counters.received += 1
                     return Envelope(sender=sender, message=message, num_bytes=num_bytes)
@@ -298,7 +305,8 @@ class ZmqChannel:
         socket = self._context.socket(kind)
         options = self._options
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, options.max_queued_messages)
+        most_unsent = min(options.max_queued_messages, options.max_unsent_bytes // TURN_BYTES)
+        socket.setsockopt(zmq.SNDHWM, max(1, most_unsent))
         # Where ZeroMQ has stopped reading a link, because its queue is full, the next heartbeat may end the
         # whole process (libzmq 4.3.5, issues 3937 and 4767). So it reads on; what is too much is dropped when
         # it is taken in.
@@ -325,7 +333,13 @@ class ZmqChannel:
         for source in (socket, monitor):
             self._events.register(source.fileno(), select.EPOLLIN)
         self._is_due = True
-        return Link(peer, socket, monitor, renew_at_s=time.monotonic() + CONNECT_TIMEOUT_S)
+        return Link(
+            peer,
+            socket,
+            monitor,
+            max_unsent_bytes=self._options.max_unsent_bytes,
+            renew_at_s=time.monotonic() + CONNECT_TIMEOUT_S,
+        )
 
     def _close_link(self, link: Link) -> None:
         self._lanes.drop(link)
@@ -343,6 +357,7 @@ class ZmqChannel:
                 self._close_link(link)
                 renewed = self._links[peer_id] = self._open_link(link.address)
                 renewed.retry_s = min(2 * link.retry_s, MAX_RETRY_S)
+                renewed.is_lost = link.is_lost
                 for frame in link.unsent:
                     renewed.send(frame)
                 link = renewed
@@ -385,10 +400,11 @@ class ZmqChannel:
             self._follow_link(link)
 
     def _follow_link(self, link: Link) -> None:
-        """Report a link that broke; offer a lane on one that has come up."""
-        if link.note_events():
-            self._lanes.drop(link)
-            self._inbox.put(link.peer_id, PeerLost(), 0)
+        """Report a link that broke, or is there again; offer a lane on one that has come up."""
+        for news in link.note_events():
+            if isinstance(news, PeerLost):
+                self._lanes.drop(link)
+            self._inbox.put(link.peer_id, news, 0)
         if link.is_up and link.lane is None and self._options.local_lanes and self._is_near(link.address):
             self._lanes.offer(link)
 

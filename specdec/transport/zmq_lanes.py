@@ -41,9 +41,11 @@ class Lanes(Generic[Owner]):
         take: Callable[[Owner, bytes], None],
         max_frame_bytes: int,
         max_queued: int,
+        max_queued_bytes: int,
     ) -> None:
         """Lanes are watched by `events`; `take` gets every frame that comes by one.
 
+        At most `max_queued` frames, and `max_queued_bytes` of them, wait to be sent by each lane.
         `send_by_zmq` may raise zmq.ZMQError: the queue is full, or the link is gone.
         """
         self._events = events
@@ -51,6 +53,7 @@ class Lanes(Generic[Owner]):
         self._take = take
         self._max_frame_bytes = max_frame_bytes
         self._max_queued = max_queued
+        self._max_queued_bytes = max_queued_bytes
         self._owners: dict[int, Owner] = {}
 
     @property
@@ -88,12 +91,12 @@ class Lanes(Generic[Owner]):
         """Send by the lane; False when there is none (any more).
 
         Raises:
-            BlockingIOError: too many frames wait already.
+            BlockingIOError: too much waits already.
         """
         lane = owner.lane
         if lane is None or not lane.is_open:
             return False
-        if not lane.send(frame, self._max_queued):
+        if not lane.send(frame, self._max_queued, self._max_queued_bytes):
             self.drop(owner)
             return False
         if lane.has_backlog:

@@ -10,7 +10,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from specdec.transport.base import PeerAddress, PeerId
+from specdec.transport.base import LinkNews, PeerAddress, PeerFound, PeerId, PeerLost
 from specdec.transport.lane import Lane
 
 EVENTS: Final = (
@@ -52,12 +52,17 @@ class Link:
     address: PeerAddress
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    max_unsent_bytes: int
+    """Most bytes of `unsent`, unless it is one frame."""
     renew_at_s: float
     """When to make it anew, if it is not up by then."""
     retry_s: float = FIRST_RETRY_S
     is_up: bool = False
+    is_lost: bool = False
+    """Whether it was up once, and is reported to have broken since."""
     unsent: list[bytes] = field(default_factory=list)
     """What was handed to the socket while the link was not up: it has not left."""
+    num_unsent_bytes: int = 0
     lane: Lane | None = None
     """Beside the socket, when the peer is near."""
 
@@ -80,28 +85,35 @@ class Link:
         if self.is_up:
             self.socket.send(frame, zmq.NOBLOCK)
             return
-        if len(self.unsent) >= self.socket.get_hwm():
+        num_unsent = len(self.unsent)
+        if num_unsent >= self.socket.get_hwm() or (
+            num_unsent > 0 and self.num_unsent_bytes + len(frame) > self.max_unsent_bytes
+        ):
             raise zmq.Again
         self.unsent.append(frame)
+        self.num_unsent_bytes += len(frame)
         with contextlib.suppress(zmq.Again):  # a refused socket takes nothing, its successor will
             self.socket.send(frame, zmq.NOBLOCK)
 
-    def note_events(self) -> bool:
-        """Take in what happened to the connection; return whether a link that was up is broken."""
-        was_lost = False
+    def note_events(self) -> list[LinkNews]:
+        """Take in what happened to the connection; return what is to be reported of it, in order."""
+        news: list[LinkNews] = []
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.is_up = True
+                if self.is_lost:
+                    news.append(PeerFound())
+                self.is_up, self.is_lost = True, False
                 self.unsent.clear()
+                self.num_unsent_bytes = 0
             elif self.is_up:  # ZeroMQ reconnects by itself, but perhaps to no avail
-                self.is_up = False
-                was_lost = True
+                news.append(PeerLost())
+                self.is_up, self.is_lost = False, True
                 self.retry_s = FIRST_RETRY_S
                 self.renew_at_s = time.monotonic() + CONNECT_TIMEOUT_S
             else:
                 self.renew_at_s = min(self.renew_at_s, time.monotonic() + self.retry_s)
-        return was_lost
+        return news
 
     def close(self, linger_ms: int) -> None:
         """Close both sockets."""

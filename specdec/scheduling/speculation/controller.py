@@ -87,6 +87,7 @@ class SpeculationController(Protocol):
 
     Two bounds hold whatever it answers: a request's own k, where it gives one, and what is of use
     before max_tokens and the context limit. The scheduler may cut k further for want of rows or blocks.
+    A request's own k has a bound in turn, which is the controller's to know: what is configured.
     """
 
     @property
@@ -101,6 +102,9 @@ class SpeculationController(Protocol):
 
     def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """Return the wanted number of draft tokens of each sequence, in the same order.
+
+        For one with a k of its own that is the most that it may have: what is configured for whoever drafts
+        for it, or less where more of its drafts would be at others' expense.
 
         Args:
             decoding: sequences that the round may draft for.
@@ -244,10 +248,8 @@ def bounded_choice(
     elsewhere: Sequence[Schedulable] = (),
 ) -> list[int]:
     """Return the controller's choice within the bounds that hold for every controller."""
-    return [
-        min(
-            chosen if sequence.requested_draft_tokens is None else sequence.requested_draft_tokens,
-            sequence.max_draft_tokens,
-        )
-        for sequence, chosen in zip(decoding, controller.choose(decoding, elsewhere), strict=True)
-    ]
+    wanted = []
+    for sequence, chosen in zip(decoding, controller.choose(decoding, elsewhere), strict=True):
+        own = sequence.requested_draft_tokens
+        wanted.append(min(chosen if own is None else min(own, chosen), sequence.max_draft_tokens))
+    return wanted

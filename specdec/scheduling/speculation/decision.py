@@ -79,13 +79,18 @@ class Decision:
         """Whether as many sequences were in a round, and elsewhere meanwhile, as were decided for."""
         return observation.num_elsewhere + num_decoding_of(observation) == len(self.index)
 
+    @property
+    def drafts_as_asked(self) -> bool:
+        """Whether rounds of `plain` have drafts, since requests ask for them."""
+        return bool(self.options["plain"].num_draft_tokens.any())
+
     @cached_property
     def rates_by_mode(self) -> Mapping[OverlapMode, float]:
         """Tokens per second of the best choice with drafts in each mode; rounds of `plain` that have some,
         since requests ask for them, are in lockstep.
         """
         rates: dict[OverlapMode, float] = {kind: rate for kind, rate in self.rates.items() if kind != "plain"}
-        if self.options["plain"].num_draft_tokens.any():
+        if self.drafts_as_asked:
             rates["lockstep"] = max(rates.get("lockstep", 0.0), self.rates["plain"])
         return rates
 

@@ -313,7 +313,9 @@ class DrafterPicks:
 
     def _forget(self, present: set[RequestId]) -> None:
         if len(self._picks) > 4 * len(present) + 64:
-            self._picks = {one: pick for one, pick in self._picks.items() if one in present}
+            # Who asks for metrics, in another thread, may be the first to ask what a request gets.
+            picks = list(self._picks.items())
+            self._picks = {one: pick for one, pick in picks if one in present}
 
 
 class Worth(NamedTuple):

@@ -36,13 +36,13 @@ class Foresight:
     def batch_of(self, sequences: Sequence[Schedulable]) -> Batch:
         """Describe these sequences as they are now."""
         cap = self._settings.cap_for(len(sequences))
-        num_positions = self._facts.acceptance.num_positions
+        most = self._settings.max_draft_tokens
         caps = np.array([min(one.max_draft_tokens, cap) for one in sequences], dtype=np.int64)
         requested = np.array(
             [
                 -1
                 if one.requested_draft_tokens is None
-                else min(one.requested_draft_tokens, one.max_draft_tokens, num_positions)
+                else min(one.requested_draft_tokens, one.max_draft_tokens, most)
                 for one in sequences
             ],
             dtype=np.int64,
@@ -50,7 +50,8 @@ class Foresight:
         estimate = self._facts.estimate(sequences)
         drafters = self._facts.drafters_of(sequences)
         if drafters is not None:
-            caps = np.minimum(caps, np.array(self._settings.drafter_caps)[drafters])
+            own_caps = np.array(self._settings.drafter_caps)[drafters]
+            caps, requested = np.minimum(caps, own_caps), np.minimum(requested, own_caps)
         contexts = np.array([one.committed_len for one in sequences], dtype=np.float64)
         return Batch(
             estimate=estimate,

@@ -20,19 +20,20 @@ same whatever is done.
 In draft_ahead only hits have drafts in the next round: with h_k the chance that a verdict on k tokens was
 prepared for, the share of requests with drafts settles at h_0 / (1 - h_k + h_0).
 
-A latency target bounds rounds: of all `itl_ms` of the batch, the least that a round as such is not longer
-than. Rounds with drafts must not be longer either (in ping_pong a stream waits for both cohorts), given how
-much longer than expected rounds of their kind were lately; nor those that read prompts, too, than what such
-rounds keep without drafts. Targets that even a round without drafts is longer than no k can keep: they bound
-nothing, and where there are no others goodput alone counts, which is what brings every stream's mean time
-per token down.
+A latency target bounds rounds: of all `itl_ms` of the batch, the least that a round as such, without any
+drafts, is not longer than. Rounds with drafts must not be longer either (in ping_pong a stream waits for both
+cohorts), given how much longer than expected rounds of their kind were lately; nor those that read prompts,
+too, than what such rounds keep without drafts. That holds for drafts that requests ask for, too: nobody's
+wish makes another one's target void, so the least likely of them are left out. Targets that even a round
+without drafts is longer than no k can keep: they bound nothing, and where there are no others goodput alone
+counts, which is what brings every stream's mean time per token down.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -73,7 +74,7 @@ class Batch:
     caps: Ints
     """[N]: most draft tokens of use."""
     requested: Ints
-    """[N]: draft tokens that a request asks for itself, within its cap; -1: none."""
+    """[N]: draft tokens that a request asks for itself, within what it may have; -1: none."""
     context_tokens: float
     """Committed tokens of all together."""
     contexts: Floats | None = None
@@ -223,6 +224,18 @@ class Evaluation:
         """[S, K]: what draft rows cost the target more than those of a sequence of mean context; None: they
         do not."""
         self._rank_tokens()
+        if batch.itl_s and self._num_asked > 0:
+            kept = self._wishes_within_targets()
+            if kept is not None:
+                self._batch = replace(batch, requested=kept)
+                self._rank_tokens()
+
+    @property
+    def batch(self) -> Batch:
+        """What is looked at: as it was given, but that requests ask for no more drafts than all targets leave
+        room for.
+        """
+        return self._batch
 
     def _rank_tokens(self) -> None:
         """Order draft tokens by how likely they are accepted, and add up over the first ones, no deeper than
@@ -366,11 +379,16 @@ class Evaluation:
         return each[0] if len(each) == 1 else np.mean(each, axis=0)
 
     @cached_property
+    def _undrafted_s(self) -> float:
+        """Expected seconds of a round without any drafts, those that requests ask for left out."""
+        return float(at_rows(self._verify_table, self._batch.num_sequences)) + self._overhead("plain")
+
+    @cached_property
     def plain_s(self) -> float:
-        """Seconds of a round without drafts, given how long such rounds lately took."""
+        """Seconds of a round without any drafts, given how long plain rounds lately took."""
         if self._plain_s is not None:
             return self._plain_s
-        return self.plain.round_s * self._time_factor("plain")
+        return self._undrafted_s * self._time_factor("plain")
 
     @cached_property
     def bound_s(self) -> float:
@@ -383,36 +401,54 @@ class Evaluation:
 
     @cached_property
     def _reads_prompts(self) -> bool:
-        return self._prompts.rounds_per_token * self.plain.tokens >= _LEAST_PROMPT_ROUNDS
+        return self._prompts.rounds_per_token * self._batch.num_sequences >= _LEAST_PROMPT_ROUNDS
 
     @cached_property
     def undrafted_rate(self) -> float:
         """Expected tokens per second without any drafts, those that requests ask for left out."""
-        num_sequences = self._batch.num_sequences
-        verify_s = float(at_rows(self._verify_table, num_sequences))
-        return num_sequences / (verify_s + self._overhead("plain"))
+        return self._batch.num_sequences / self._undrafted_s
 
     @cached_property
     def plain(self) -> Option:
         """No drafts, but for those that are asked for."""
         taken, depth = self._asked_at, self._least_depth
-        draft_s = float(self._draft_s[taken, depth]) if self._num_asked else 0.0
-        num_sequences = self._batch.num_sequences
-        rows = num_sequences + float(self._draft_rows[taken, depth])
-        if self._num_asked:
-            rows += self._num_rows_beside * float(self._taking_part[taken, 0])
-        verify_s = float(at_rows(self._verify_table, rows))
-        if self._own_context_s is not None:
-            verify_s += float(self._own_contexts_s(self._verify_table, num_sequences, rows)[taken, depth])
-            verify_s = max(verify_s, float(at_rows(self._verify_table, num_sequences)))
+        draft_s = float(self._draft_s[taken, depth])
+        verify_s = float(self._verify_asked_s(taken, depth))
         return Option(
             kind="plain",
             num_draft_tokens=np.maximum(self._batch.requested, 0),
-            tokens=num_sequences + float(self._gains[taken, depth]),
+            tokens=self._batch.num_sequences + float(self._gains[taken, depth]),
             round_s=draft_s + verify_s + self._overhead("plain"),
             draft_s=draft_s,
             verify_s=verify_s,
         )
+
+    def _verify_asked_s(self, taken: Ints | int, depth: Ints | int) -> Floats:
+        """Return the expected time of steps with those draft tokens, by places in `_sizes` and by depth: [A]
+        of [A], or of one each.
+        """
+        number, table = self._batch.num_sequences, self._verify_table
+        rows = number + self._draft_rows[taken, depth] + self._num_rows_beside * self._taking_part[taken, 0]
+        seconds = at_rows(table, rows)
+        if self._own_context_s is not None:
+            longer_s = self._own_contexts_s(table, number, rows, self._own_context_s[taken, depth])
+            seconds = np.maximum(seconds + longer_s, at_rows(table, number))
+        return seconds
+
+    def _wishes_within_targets(self) -> Ints | None:
+        """Return how many of the draft tokens that requests ask for rounds without others may have, [N], so
+        that no target is broken that they would keep without any; None: all of them.
+        """
+        taken = np.arange(1, self._asked_at + 1)
+        depth = np.maximum.accumulate(self._depths)[self._sizes[taken] - 1]
+        draft_s = self._drafting_s(lambda taking_part: taking_part)[taken, depth]
+        round_s = draft_s + self._verify_asked_s(taken, depth) + self._overhead("plain")
+        within = taken[~self._is_too_long("plain", _RoundTimes.alike(round_s))]
+        num_kept = int(self._sizes[within[-1]]) if len(within) else 0
+        if num_kept == self._num_asked:
+            return None
+        kept = np.bincount(self._requests[:num_kept], minlength=self._batch.num_sequences)
+        return np.where(self._batch.requested < 0, -1, kept)
 
     def lockstep(self, least_draft_tokens: int = 1) -> Option | None:
         """Return the best choice; None where there is none with drafts.
@@ -515,19 +551,21 @@ class Evaluation:
         plain = num_sequences + other_rows + self._num_rows_beside * share * self._taking_part[:, :1]
         seconds: Floats = 0.5 * (at_rows(table, plain + fewer) + at_rows(table, plain + more))
         if self._own_context_s is not None:
-            longer_s = self._own_contexts_s(table, num_sequences, plain + rows) * (share * has_drafts)
+            own_s = self._own_context_s * (share * has_drafts)
+            longer_s = self._own_contexts_s(table, num_sequences, plain + rows, own_s)
             # However short the contexts of those who draft, their rows do not make a step shorter.
             seconds = np.maximum(seconds + longer_s, at_rows(table, num_sequences))
         return seconds
 
-    def _own_contexts_s(self, table: Floats, num_sequences: int, rows: Floats | float) -> Floats:
-        """Return what all draft rows cost more than those of a sequence of mean context, [S, K], in steps of
-        so many rows: more or less than at first, as all that `table` says.
+    def _own_contexts_s(
+        self, table: Floats, num_sequences: int, rows: Floats | float, own_s: Floats
+    ) -> Floats:
+        """Return what draft rows cost more than those of a sequence of mean context, `own_s` at first, in
+        steps of so many rows: more or less than that, as all that `table` says.
         """
-        assert self._own_context_s is not None
         mean_context = num_sequences * self._mean_context
         corrections = self._costs.verify.corrections_of(table, num_sequences, mean_context)
-        return at_rows(corrections, rows) * self._own_context_s
+        return at_rows(corrections, rows) * own_s
 
     def _best(
         self,
@@ -571,7 +609,7 @@ class Evaluation:
         )
 
     def _is_too_long(self, kind: Kind, round_s: _RoundTimes) -> NDArray[np.bool_]:
-        """Return which rounds break a target that they would keep without drafts: [S, K]."""
+        """Return which rounds break a target that they would keep without drafts, for each of `round_s`."""
         factor = self._time_factor(kind)
         too_long: NDArray[np.bool_] = factor * round_s.alone > self.bound_s
         if self._reads_prompts:

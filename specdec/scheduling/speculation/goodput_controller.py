@@ -84,7 +84,7 @@ class GoodputController:
         self._rhythm = Rhythm(settings.decide_every, clock)
         self._switch = KindSwitch(margin=settings.margin, dwell_rounds=settings.dwell_rounds)
         self._trials = Trials(settings.trial_share)
-        self._worth = PoolWorth()
+        self._worth = PoolWorth(settings.margin)
         self._known_regions: set[Region] = set()
         self._decision: Decision | None = None
         self._round = 0
@@ -139,7 +139,7 @@ class GoodputController:
             self._learn_observed()
             with self._rhythm.deciding.timed():
                 decision = self._decide(sequences, len(decoding))
-        if self._drafts_nothing:
+        if self._drafts_nothing and not any(one.requested_draft_tokens for one in decoding):
             return [0] * len(decoding)
         index, chosen = decision.index, decision.num_draft_tokens
         return [
@@ -251,14 +251,16 @@ class GoodputController:
         )
 
     def _of_newcomer(self, decision: Decision, one: Schedulable) -> int:
-        """Return k of a sequence that came after the decision: the mean of those who ask for none."""
-        if decision.option.kind == "plain" or decision.is_partial:
-            return 0
-        asked = decision.batch.requested.tolist()
-        chosen = [k for k, own in zip(decision.num_draft_tokens, asked, strict=True) if own < 0]
-        usual = round(sum(chosen) / len(chosen)) if chosen else 0
+        """Return k of a sequence that came after the decision: its own, or the mean of those without one."""
+        usual = one.requested_draft_tokens
+        if usual is None:
+            if decision.option.kind == "plain" or decision.is_partial:
+                return 0
+            asked = decision.batch.requested.tolist()
+            chosen = [k for k, own in zip(decision.num_draft_tokens, asked, strict=True) if own < 0]
+            usual = round(sum(chosen) / len(chosen)) if chosen else 0
         cap = self._facts.welcome(one)
-        return usual if cap is None else min(usual, cap)
+        return min(usual, self._settings.max_draft_tokens if cap is None else cap)
 
     def _look_at(self, sequences: tuple[Schedulable, ...], num_here: int) -> Prospects:
         """Find out what these, of which the first `num_here` are in the next round, could be given."""
@@ -270,6 +272,7 @@ class GoodputController:
         kinds: tuple[Kind, ...] = ("plain", *self._settings.modes)
         time_factors = {kind: self._evidence.time_factor(self._round, kind, region) for kind in kinds}
         evaluation = self._foresight.evaluate(batch, time_factors)
+        batch = evaluation.batch
         outlook = self._continuations.outlook
         options = evaluation.options(self._settings.modes, outlook)
         if "ping_pong" in options and num_here < len(sequences):
@@ -397,7 +400,7 @@ class GoodputController:
                     self._dearer_kinds.clear()
                 if round_s > 0.0:
                     self._note_goodput(observation, decision, kind, round_s)
-                    self._worth.note(decision, heard_s)
+                    self._worth.note(decision, self._switch.kind or "plain", heard_s)
         is_tried = (
             trial is not None or decision.reason == "probing"
         )  # a probe may end among rounds of a bunch

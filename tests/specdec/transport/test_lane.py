@@ -165,9 +165,9 @@ def test_who_cannot_show_the_secret_is_not_let_in() -> None:
         friend = Lane.take_up(listening.offer, MAX_BYTES)
         assert friend is not None
         assert listening.accept()
-        friend.send(b"frame", 10)
+        friend.send(b"frame", 10, MAX_BYTES)
         assert listening.receive() == ([b"frame"], True)
-        assert not (intruder.send(b"frame", 10) and intruder.send(b"frame", 10))
+        assert not all(intruder.send(b"frame", 10, MAX_BYTES) for _ in range(2))
         intruder.close()
         friend.close()
         assert listening.receive() == ([], False)
@@ -190,8 +190,8 @@ def test_a_frame_beyond_the_bound_breaks_the_lane() -> None:
     sender = Lane.take_up(listening.offer, MAX_BYTES)
     assert sender is not None
     assert listening.accept()
-    sender.send(b"x" * 100, 10)
-    sender.send(b"x" * 101, 10)
+    sender.send(b"x" * 100, 10, MAX_BYTES)
+    sender.send(b"x" * 101, 10, MAX_BYTES)
     assert listening.receive() == ([b"x" * 100], False)
     for lane in (listening, sender):
         lane.close()
@@ -203,9 +203,9 @@ def test_a_full_backlog_is_reported() -> None:
     assert sender is not None
     assert listening.accept()
     for _ in range(2):
-        sender.send(b"x" * (1 << 20), 2)
+        sender.send(b"x" * (1 << 20), 2, MAX_BYTES)
     with pytest.raises(BlockingIOError):
-        sender.send(b"x", 2)
+        sender.send(b"x", 2, MAX_BYTES)
     frames: list[bytes] = []
     while len(frames) < 2:
         assert sender.flush()
@@ -214,6 +214,36 @@ def test_a_full_backlog_is_reported() -> None:
         frames += arrived
     assert not sender.has_backlog
     assert frames == [b"x" * (1 << 20)] * 2
+    for lane in (listening, sender):
+        lane.close()
+
+
+def test_what_waits_for_a_peer_that_does_not_read_is_bounded_in_bytes() -> None:
+    most = 300_000
+    listening = Lane.listen(MAX_BYTES)
+    sender = Lane.take_up(listening.offer, MAX_BYTES)
+    assert sender is not None
+    assert listening.accept()
+    frames = [bytes([number]) * 50_000 for number in range(100)]
+    num_sent = 0
+    with contextlib.suppress(BlockingIOError):
+        for frame in frames:
+            sender.send(frame, 1000, most)
+            num_sent += 1
+    assert num_sent < 100
+    waiting = b"".join(sender._backlog)
+    assert most - 50_004 < len(waiting) == sender._num_backlog_bytes <= most
+    arrived: list[bytes] = []
+    while len(arrived) < num_sent:
+        assert sender.flush()
+        some, stands = listening.receive()
+        assert stands
+        arrived += some
+    assert arrived == frames[:num_sent]
+    assert sender._num_backlog_bytes == 0
+    assert sender.send(b"x" * (2 * most), 1000, most), "one frame may wait however long it is"
+    with pytest.raises(BlockingIOError):
+        sender.send(b"x", 1000, most)
     for lane in (listening, sender):
         lane.close()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 
 from specdec.core.clock import ManualClock
 from specdec.core.errors import ChannelTimeout
-from specdec.transport.base import PeerId, PeerLost
+from specdec.transport.base import PeerFound, PeerId, PeerLost
 from specdec.transport.memory import Faults, MemoryChannel, MemoryNetwork
 from specdec.transport.messages import Fatal, Ping, encode
 
@@ -94,6 +95,43 @@ def test_a_scheduled_death_is_noticed_and_a_successor_is_another_peer() -> None:
     client.connect(successor.address)
     client.send(SERVER, Ping(1))
     assert successor.receive(1.0).message == Ping(1)
+
+
+def test_a_link_that_breaks_loses_what_arrives_and_is_reported_to_stand_again() -> None:
+    network, server, client = pair(Faults(delay_s=(0.1, 0.1)))
+    client.send(SERVER, Ping(1))
+    network.break_link(CLIENT, SERVER, 1.0)
+    network.schedule(0.5, lambda: network.break_link(SERVER, CLIENT, 1.0))  # twice at a time is once
+    assert client.receive(0).message == PeerLost()
+    for nonce in range(2, 22):
+        network.run_for(0.1)
+        client.send(SERVER, Ping(nonce))
+        server.send(CLIENT, Ping(nonce))  # until it has been heard, nobody knows the client
+    network.run_for(1.0)
+    nonces, told = [], []
+    with contextlib.suppress(ChannelTimeout):
+        while True:
+            message = server.receive(0).message
+            assert isinstance(message, Ping)
+            nonces.append(message.nonce)
+    with contextlib.suppress(ChannelTimeout):
+        while True:
+            told.append(client.receive(0).message)
+    assert nonces == [*range(nonces[0], 22)]
+    assert 1.35 < 0.1 * (nonces[0] - 1) <= 1.55, "sent a tenth of a second before it arrived"
+    assert told[0] == PeerFound()
+    assert PeerLost() not in told
+
+
+def test_a_link_to_whom_there_is_no_more_does_not_stand_again() -> None:
+    network, _, client = pair(Faults())
+    network.break_link(CLIENT, SERVER, 1.0)
+    network.kill(SERVER)
+    network.open(SERVER)
+    network.run_for(2.0)
+    assert [client.receive(0).message for _ in range(2)] == [PeerLost(), PeerLost()]
+    with pytest.raises(ChannelTimeout):
+        client.receive(0)
 
 
 def test_malformed_and_old_frames_are_counted_and_dropped() -> None:

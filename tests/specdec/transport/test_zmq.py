@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import pytest
 import zmq
 
 from specdec.core.errors import ChannelTimeout, ResourceError
-from specdec.transport.base import PeerId
+from specdec.transport.base import PeerAddress, PeerFound, PeerId, PeerLost
 from specdec.transport.messages import Fatal, Ping, encode
 from specdec.transport.zmq import KeyPair, ZmqChannel, ZmqOptions
 from tests.specdec.transport.conftest import has_ipv6_loopback
@@ -31,16 +34,69 @@ def channels(*names: str) -> Iterator[list[ZmqChannel]]:
 
 
 @contextmanager
-def raw_dealer(server: ZmqChannel, keys: KeyPair | None) -> Iterator[zmq.Socket[bytes]]:
+def raw_dealer(
+    server: ZmqChannel, keys: KeyPair | None, options: Mapping[int, int] = MappingProxyType({})
+) -> Iterator[zmq.Socket[bytes]]:
     """A peer that uses none of our code; with keys it speaks CURVE, without it does not."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.LINGER, 0)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        for name, value in {zmq.LINGER: 0, **options}.items():
+            dealer.setsockopt(name, value)
         if keys is not None:
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            socket.setsockopt(zmq.CURVE_SERVERKEY, server.address.public_key.encode())
-        socket.connect(server.address.endpoint)
-        yield socket
+            dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+            dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+            dealer.setsockopt(zmq.CURVE_SERVERKEY, server.address.public_key.encode())
+        dealer.connect(server.address.endpoint)
+        yield dealer
+
+
+class Wire:
+    """What lies between a client and a server: it can be cut, and lets nobody through for a while."""
+
+    def __init__(self, server: PeerAddress) -> None:
+        self._to = ("127.0.0.1", int(server.endpoint.rpartition(":")[2]))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self._is_open = True
+        self.address = PeerAddress(
+            peer_id=server.peer_id,
+            endpoint=f"tcp://127.0.0.1:{self._listener.getsockname()[1]}",
+            public_key=server.public_key,
+        )
+        self._start(self._accept)
+
+    def cut(self, *, is_open: bool) -> None:
+        """Break what goes through it, and take in new connections, or not."""
+        self._is_open = is_open
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut(is_open=False)
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _start(self, work: Callable[..., None], *args: socket.socket) -> None:
+        threading.Thread(target=work, args=args, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = self._listener.accept()
+                if not self._is_open:
+                    caller.close()
+                    continue
+                server = socket.create_connection(self._to)
+                self._ends += [caller, server]
+                self._start(self._carry, caller, server)
+                self._start(self._carry, server, caller)
+
+    def _carry(self, source: socket.socket, destination: socket.socket) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(1 << 16):
+                destination.sendall(data)
+            destination.shutdown(socket.SHUT_RDWR)
 
 
 def unheard(server: ZmqChannel, seconds: float = 0.3) -> None:
@@ -252,6 +308,76 @@ def test_what_one_peer_has_in_memory_is_bounded_in_bytes() -> None:
                     heard.append(server.receive(0).sender)
         assert heard.count(PeerId("noisy")) == 5
         assert heard.count(PeerId("quiet")) == 1
+
+
+def test_what_waits_for_a_link_that_is_not_up_is_bounded_in_bytes() -> None:
+    options = ZmqOptions(local_lanes=False, max_unsent_bytes=300_000)
+    client, server = (ZmqChannel(PeerId(name), options=options) for name in ("client", "server"))
+    with contextlib.closing(client), contextlib.closing(server):
+        client.connect(server.address)  # nobody is let in yet
+        for _ in range(20):
+            client.send(PeerId("server"), Fatal("x" * 120_000))
+        assert client.counters.sent == 2
+        assert client.counters.dropped == {"full": 18}
+        server.admit([client.address])
+        heard = 0
+        give_up_s = time.monotonic() + 20
+        while heard < 2:
+            assert time.monotonic() < give_up_s
+            for channel in (client, server):
+                with contextlib.suppress(ChannelTimeout):
+                    channel.receive(0.01)
+                    heard += 1
+        client.send(PeerId("server"), Fatal("x" * 1_000_000))
+        assert server.receive(10).num_bytes > 1_000_000, "one message may wait however long it is"
+
+
+def test_who_does_not_read_has_no_more_waiting_for_it_than_a_bound() -> None:
+    """ZeroMQ counts messages: as many as the bound is of 64 KiB each, beside what the kernel holds.
+
+    No heartbeats: whose ZeroMQ has stopped reading may be ended by one.
+    """
+    most, num_sent = 10 << 16, 800
+    options = ZmqOptions(local_lanes=False, max_unsent_bytes=most, heartbeat_interval_s=60.0)
+    server, keys = ZmqChannel(PeerId("server"), options=options), KeyPair.generate()
+    member = ZmqChannel(PeerId("member"), keys=keys)
+    server.admit([member.address])
+    member.close()
+    with (
+        contextlib.closing(server),
+        raw_dealer(server, keys, {zmq.RCVHWM: 1, zmq.RCVBUF: 1 << 16}) as dealer,
+    ):
+        dealer.send(encode(Ping(1)))
+        assert server.receive(10).message == Ping(1)
+        for _ in range(num_sent):
+            server.send(PeerId("member"), Fatal("x" * 60_000))
+        assert server.counters.sent + server.counters.dropped["full"] == num_sent
+        assert 10 <= server.counters.sent <= 300
+
+
+def test_a_link_that_breaks_is_reported_to_be_lost_and_to_stand_again() -> None:
+    options = ZmqOptions(local_lanes=False)
+    client, server = (ZmqChannel(PeerId(name), options=options) for name in ("client", "server"))
+    with contextlib.closing(client), contextlib.closing(server):
+        server.admit([client.address])
+        wire = Wire(server.address)
+        with contextlib.closing(wire):
+            client.connect(wire.address)
+            for number in range(3):
+                client.send(PeerId("server"), Ping(number))
+                assert server.receive(10).message == Ping(number)
+                with pytest.raises(ChannelTimeout):
+                    client.receive(0.05)  # the first time it stands is no news
+                wire.cut(is_open=True)
+                assert [client.receive(10).message for _ in range(2)] == [PeerLost(), PeerFound()]
+            wire.cut(is_open=False)
+            assert client.receive(10).message == PeerLost()
+            with pytest.raises(ChannelTimeout):
+                client.receive(4.0)  # the link is made anew meanwhile, to no avail
+            wire.cut(is_open=True)
+            assert client.receive(10).message == PeerFound()
+            client.send(PeerId("server"), Ping(7))
+            assert server.receive(10).message == Ping(7)
 
 
 def test_a_message_as_long_as_may_be_comes_through_and_a_longer_one_ends_the_link() -> None:

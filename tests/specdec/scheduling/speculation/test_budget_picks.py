@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from specdec.core.ids import RequestId
 from specdec.kv.selection import KvBudget
+from specdec.scheduling.speculation.acceptance import AcceptanceTracker
+from specdec.scheduling.speculation.budget_picks import BudgetCosts, BudgetPicks
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.settings import ControllerSettings
-from tests.specdec.scheduling.simulation import FakeRequest
+from tests.specdec.scheduling.simulation import FakeRequest, fake_request
 from tests.specdec.scheduling.speculation.world import LONG_COSTS, World, profile_of
 
 BUDGETS = tuple(KvBudget(amount, 1) for amount in (256, 1024, 8192))
@@ -128,3 +133,20 @@ def test_trials_are_few() -> None:
 def test_with_one_budget_there_is_nothing_to_pick() -> None:
     assert controller_of("self").pick_kv_budget is None
     assert controller_of("self", BUDGETS[:1]).pick_kv_budget is None
+
+
+def test_another_thread_may_ask_while_requests_are_forgotten() -> None:
+    """Who asks for metrics; here it asks of a new request whenever an old one is looked up."""
+    picks = BudgetPicks(BUDGETS, AcceptanceTracker(4), is_kept=False)
+    numbers = itertools.count()
+
+    class LookedUp(str):
+        def __hash__(self) -> int:
+            picks.of(RequestId(f"new {next(numbers)}"), "other")
+            return super().__hash__()
+
+    for number in range(100):
+        picks.of(RequestId(LookedUp(number)), "other")
+    costs = BudgetCosts(read_s=1e-7, rate=100.0, num_draft_tokens=4)
+    picks.review(1, [replace(fake_request("present", 50), has_own_kv_budget=False)], costs)
+    assert sum(picks.counts) == 1

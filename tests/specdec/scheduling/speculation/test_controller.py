@@ -6,7 +6,12 @@ import pytest
 
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
-from specdec.scheduling.speculation.controller import DraftOutcome, FixedController, RoundObservation
+from specdec.scheduling.speculation.controller import (
+    DraftOutcome,
+    FixedController,
+    RoundObservation,
+    bounded_choice,
+)
 from specdec.scheduling.speculation.modes import OverlapMode
 from tests.specdec.scheduling.simulation import fake_request
 
@@ -60,3 +65,15 @@ def test_whether_guesses_were_right_is_heard_of() -> None:
 def test_where_nothing_is_drafted_ahead_nothing_is_learnt() -> None:
     """Negative control: such rounds say nothing of continuations."""
     assert shares("lockstep", 0) == shares("lockstep", 4)
+
+
+def test_what_requests_ask_for_is_bounded_by_what_their_drafters_may_draft() -> None:
+    wishes = [(None, None), (64, None), (64, 0), (64, 1), (2, 1), (64, 2), (3, 2), (0, 2)]
+    requests = []
+    for number, (wish, drafter) in enumerate(wishes):
+        one = fake_request(str(number), 10)
+        one.requested_draft_tokens, one.own_drafter = wish, drafter
+        requests.append(one)
+    alone, several = FixedController(6), FixedController(6, drafter_caps=(6, 3, 12))
+    assert bounded_choice(alone, requests) == [6, 6, 6, 6, 2, 6, 3, 0]
+    assert bounded_choice(several, requests) == [6, 6, 6, 3, 2, 6, 3, 0]

@@ -11,12 +11,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from specdec.scheduling.speculation.acceptance import Floats
+from specdec.core.ids import RequestId
+from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
 from specdec.scheduling.speculation.controller import RoundObservation, SpeculationController, bounded_choice
-from specdec.scheduling.speculation.drafter_picks import Ints, best_assignment, worth_of
+from specdec.scheduling.speculation.drafter_picks import (
+    DrafterCosts,
+    DrafterPicks,
+    Ints,
+    best_assignment,
+    worth_of,
+)
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.settings import ControllerSettings
-from tests.specdec.scheduling.simulation import FakeRequest
+from tests.specdec.scheduling.simulation import FakeRequest, fake_request
 from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, _outcomes, profile_of
 
 LOOKUP = replace(COSTS["cpu"], draft=lambda n, c: 2e-6 * n, draft_start_s=2e-5)
@@ -316,3 +323,22 @@ def test_fixed_costs_are_shared_by_those_who_need_them() -> None:
     assert (
         best_assignment(four, fixed, np.zeros(4, dtype=np.int64), np.ones(4, dtype=bool)).tolist() == [1] * 4
     )
+
+
+def test_another_thread_may_ask_while_requests_are_forgotten() -> None:
+    """Who asks for metrics; here it asks of a new request whenever an old one is looked up."""
+    picks = DrafterPicks((4, 4), AcceptanceTracker(4))
+    numbers = itertools.count()
+
+    class LookedUp(str):
+        def __hash__(self) -> int:
+            picks.of(RequestId(f"new {next(numbers)}"), "other")
+            return super().__hash__()
+
+    for number in range(100):
+        picks.of(RequestId(LookedUp(number)), "other")
+    costs = DrafterCosts(
+        rate=100.0, row_s=1e-4, fixed_s=np.zeros((2, 4)), sequence_s=np.zeros(2), token_s=np.zeros(2)
+    )
+    picks.review(1, [replace(fake_request("present", 50), own_drafter=1)], costs)
+    assert not picks._picks

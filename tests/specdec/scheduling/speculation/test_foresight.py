@@ -43,6 +43,14 @@ def test_bounds_and_wishes_of_a_batch() -> None:
     assert foresight_of().batch_of([fake_request("c", 50)]).itl_s == ()
 
 
+def test_wishes_go_as_far_as_the_drafters_of_those_who_have_them() -> None:
+    settings = ControllerSettings(max_draft_tokens=8, drafter_caps=(8, 3))
+    sequences = [fake_request(name, 100) for name in "abc"]
+    for one, wish, drafter in zip(sequences, (12, 12, 2), (0, 1, 1), strict=True):
+        one.requested_draft_tokens, one.own_drafter = wish, drafter
+    assert foresight_of(settings).batch_of(sequences).requested.tolist() == [8, 3, 2]
+
+
 def test_every_target_of_a_batch_counts_once() -> None:
     sequences = [fake_request(name, 100) for name in "abcd"]
     for one, itl_s in zip(sequences, (0.03, None, 0.001, 0.03), strict=True):

@@ -374,6 +374,48 @@ def test_a_latency_target_bounds_rounds_that_read_prompts() -> None:
     assert lockstep_s(long, limit, longer_limit) + long.seconds <= longer_limit, "but not the other one"
 
 
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+def test_drafts_that_one_asks_for_make_no_round_longer_than_another_wants_it(name: str, share: float) -> None:
+    accepted, wishes = [[0.9] * 8] * 2, [8, -1]
+    nobody, free = (evaluate(batch_of(accepted, requested=asked), name).plain for asked in ([-1, -1], wishes))
+    limit = nobody.round_s + share * (free.round_s - nobody.round_s) + 1e-9
+    evaluation = evaluate(batch_of(accepted, requested=wishes, itl_s=[limit]), name)
+    assert evaluation.bound_s == limit, "rounds without any drafts keep it"
+    for option in options_of(evaluation):
+        assert option.round_s <= limit
+        assert option.num_draft_tokens[0] == evaluation.batch.requested[0]
+    kept = int(evaluation.plain.num_draft_tokens[0])
+    assert (kept == 8) == (share == 1.0)
+    assert kept == 0 or share > 0.0
+    assert evaluation.batch.requested.tolist() == [kept, -1]
+    one_more = evaluate(batch_of(accepted, requested=[min(kept + 1, 8), -1]), name).plain
+    assert kept == 8 or one_more.round_s > limit, "no fewer than there is time for"
+
+
+def test_of_drafts_that_are_asked_for_the_likely_ones_are_left() -> None:
+    accepted = [[0.3] * 8, [0.95] * 8]
+    free = evaluate(batch_of(accepted, requested=[6, 6])).plain
+    nobody = evaluate(batch_of(accepted)).plain
+    limit = 0.5 * (free.round_s + nobody.round_s)
+    unlikely, likely = evaluate(batch_of(accepted, requested=[6, 6], itl_s=[limit])).plain.num_draft_tokens
+    assert unlikely < likely <= 6
+    hopeless = evaluate(batch_of(accepted, requested=[6, 6], itl_s=[0.5 * nobody.round_s])).plain
+    assert hopeless.num_draft_tokens.tolist() == [6, 6], "a target that nothing keeps bounds nothing"
+
+
+def test_what_one_asks_for_bounds_rounds_that_read_prompts_too() -> None:
+    accepted, wishes = [[0.9] * 8] * 2, [8, -1]
+    nobody, free = (evaluate(batch_of(accepted, requested=asked)).plain for asked in ([-1, -1], wishes))
+    prompts = PromptLoad(rounds_per_token=0.05, seconds=0.5 * (free.round_s - nobody.round_s))
+    batch = batch_of(accepted, requested=wishes, itl_s=[free.round_s])
+    for load in (NO_PROMPTS, prompts):
+        evaluation = Evaluation(batch, costs_of("cpu"), OVERHEADS, max_rows=640, prompts=load)  # type: ignore[arg-type]
+        plain = evaluation.plain
+        assert plain.round_s + load.seconds <= free.round_s + 1e-12
+        assert (plain.num_draft_tokens[0] == 8) == (load is NO_PROMPTS)
+
+
 def test_what_goes_without_drafts_is_known_whatever_requests_ask_for() -> None:
     asking = evaluate(batch_of([[0.9] * 8] * 4, requested=[4] * 4))
     free = evaluate(batch_of([[0.9] * 8] * 4))

@@ -1047,9 +1047,56 @@ def test_what_requests_ask_for_wins() -> None:
     assert controller.fan_out(requests[2], 3, 4) != ()
 
 
-def asking_world(costs: Costs, chance: float, asked: Sequence[int | None]) -> World:
+def test_what_requests_ask_for_is_at_most_what_is_configured() -> None:
+    controller = controller_of(profile_of(COSTS["gpu"]))
+    requests = [fake_request(f"r{index}", 128, computed=127) for index in range(3)]
+    requests[0].requested_draft_tokens = 64
+    assert bounded_choice(controller, requests)[0] == 8
+    newcomer = fake_request("new", 128, computed=127)
+    newcomer.requested_draft_tokens = 64
+    assert bounded_choice(controller, [*requests, newcomer])[-1] == 8
+
+
+def test_who_asks_for_drafts_has_them_before_the_next_decision_too() -> None:
+    """While nothing is drafted for others."""
+    controller = SlowController(0.0)
+    world = world_of(COSTS["expensive"], 16, chance=0.02, lifetime=100_000)
+    world.run(controller, 100)
+    num_decisions = controller.num_decisions
+    while controller.num_decisions == num_decisions or controller.state.reason != "no_gain":
+        num_decisions = controller.num_decisions
+        world.run_round(controller)
+        assert world.round_number < 400
+    assert not controller.state.is_speculating
+    num_decisions = controller.num_decisions
+    newcomer = fake_request("new", 128, computed=127, generate=100)
+    newcomer.requested_draft_tokens = 64
+    assert bounded_choice(controller, [*world.requests[1:], newcomer]) == [0] * 15 + [8]
+    assert controller.num_decisions == num_decisions, "it was decided anew: this proves nothing"
+
+
+def test_one_request_breaks_no_others_latency_target_by_the_drafts_that_it_asks_for() -> None:
+    """In a world where a round takes what the profile says."""
+    costs = COSTS["expensive"]
+    controller = controller_of(profile_of(costs, noise=0.0), ("lockstep",))
+    world = asking_world(costs, 0.9, [8, None], noise=0.0)
+    plain_s = costs.verify(2, 256, 2) + costs.overhead(2)
+    picky = world.requests[1]
+    picky.itl_s = 1.5 * plain_s
+    for _ in range(100):
+        drafts = bounded_choice(controller, world.requests)
+        contexts = [float(one.committed_len) for one in world.requests]
+        drafting_s = costs.drafting(drafts, contexts)
+        assert drafting_s + costs.verifying(contexts, drafts) + costs.overhead(2) <= 1.05 * picky.itl_s
+        world.run_round(controller)
+    picky.itl_s = None  # control
+    world.run(controller, 100)
+    assert bounded_choice(controller, world.requests)[0] == 8
+
+
+def asking_world(costs: Costs, chance: float, asked: Sequence[int | None], **options: Any) -> World:
     """A world of requests that do not end, and ask for so many draft tokens each."""
-    world = world_of(costs, len(asked), chance=chance)
+    world = world_of(costs, len(asked), chance=chance, **options)
     world._fill_up()
     for one, num_draft_tokens in zip(world.requests, asked, strict=True):
         one.requested_draft_tokens, one.num_to_generate = num_draft_tokens, 1_000_000
@@ -1312,6 +1359,27 @@ def test_decisions_explain_themselves() -> None:
     gauges = state.gauges()
     assert gauges["speculation_on"] == float(state.is_speculating)
     assert f'speculation_state{{mode="{state.mode}",reason="{state.reason}"}}' in gauges
+
+
+@pytest.mark.parametrize("ratio", [1.01, 1.04])
+def test_a_pool_is_worth_it_where_drafting_is_what_is_done(
+    ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that are better by less than it takes to go over to them stay undone."""
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    kind_for, ratios = controller._kind_for, itertools.chain([0.5], itertools.repeat(ratio))
+
+    def a_little_better(rates: dict[Kind, float], num_sequences: int) -> Kind:
+        rates["lockstep"] = next(ratios) * rates["plain"]
+        return kind_for(rates, num_sequences)
+
+    monkeypatch.setattr(controller, "_kind_for", a_little_better)
+    world = world_of(COSTS["cpu"], 4)
+    while world.now_s < 20.0:
+        world.run(controller, 200)
+    is_drafting = controller._switch.kind == "lockstep"
+    assert is_drafting == (ratio > 1.02)
+    assert (controller.state.pool_worth > 1.0) == is_drafting
 
 
 def test_a_pool_that_is_not_worth_it_says_so() -> None:
