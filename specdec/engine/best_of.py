@@ -11,7 +11,8 @@ from specdec.core.outputs import TokenLogprobs
 def best_choices(choices: Sequence[Sequence[TokenLogprobs]], num_wanted: int) -> list[int]:
     """Return the indices of the choices with the highest mean log-probability per token, best first.
 
-    Equal ones are ordered by index; with as many choices as are wanted, all are.
+    One without tokens is behind all others; as such one that failed is to be given. Equal ones are ordered
+    by index; with as many choices as are wanted, all are.
     """
     if num_wanted >= len(choices):
         return list(range(len(choices)))

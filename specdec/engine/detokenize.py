@@ -33,9 +33,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         special_ids = tokenizer.special_ids
         tail = [token for token in prompt_token_ids[-2 * _NUM_PROMPT_TOKENS :] if token not in special_ids]
-        self._set_context(tail[-_NUM_PROMPT_TOKENS:])
-        if self._context_text.endswith(_REPLACEMENT):
-            self._set_context([])  # the prompt ends inside a character: nothing to compare with
+        self._set_context(self._whole_characters(tail))
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
@@ -57,6 +55,21 @@ class Detokenizer:
         text = self._decode(self._pending)
         self._pending = []
         return text
+
+    def _whole_characters(self, tail: list[int]) -> list[int]:
+        """Return tokens at the end of a prompt that are whole characters; none, where there are no such.
+
+        Some tokenizers decode a run of bytes as a whole: beside a part of a character none of them is one. So
+        fewer tokens may do where more do not. Of a prompt that ends inside a character, or in U+FFFD itself,
+        it is tokens before that, which it does not change.
+        """
+        decode = self._tokenizer.decode
+        for end in range(len(tail), 0, -1):
+            for start in range(max(0, end - _NUM_PROMPT_TOKENS), end):
+                text = decode(tail[start:end])
+                if not text.endswith(_REPLACEMENT) and decode(tail[start : end + 1]).startswith(text):
+                    return tail[start:end]
+        return []
 
     def _split_pending(self, text: str) -> str:
         """Give up on the oldest pending tokens, at a border that no later token can move."""

@@ -565,10 +565,10 @@ class Engine:
         return sum(live.sequence.num_generated > 0 for live in self._roster.running.values())
 
     def _tokens_to_come(self) -> list[int]:
-        """How many tokens each of those who run is expected to generate yet."""
+        """How many tokens each of those who run is expected to generate yet (any thread)."""
         return [
             max(0, live.num_expected_tokens - live.num_prompt_tokens - live.sequence.num_generated)
-            for live in self._roster.running.values()
+            for live in list(self._roster.running.values())
         ]
 
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:

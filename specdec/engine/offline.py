@@ -45,7 +45,7 @@ class GenerationResult:
     prompt: Prompt
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
-    """`params.n` of them; with `best_of`, the best one first."""
+    """`params.n` of them; with `best_of`, the best one first, and those that failed last."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None
     """Of the prompt's second token and all behind it, with `params.prompt_logprobs`."""
 
@@ -78,6 +78,12 @@ class _Collected:
             self.prompt_logprobs = output.prompt_logprobs
         self.last = output
 
+    @property
+    def ranked_by(self) -> Sequence[TokenLogprobs]:
+        """What tells how good the choice is; nothing, where it failed, however good it was until then."""
+        assert self.last is not None
+        return () if self.last.finish_reason == "error" else self.logprobs
+
     def choice(self, index: int, *, with_logprobs: bool) -> Choice:
         last = self.last
         assert last is not None
@@ -98,15 +104,19 @@ class _Collected:
 def choice_requests(
     prompt_token_ids: tuple[int, ...], params: SamplingParams, request_id: str
 ) -> list[Request]:
-    """Return one request per choice of a prompt; a seed is minted where none is given."""
+    """Return one request per choice of a prompt; a seed is minted where none is given.
+
+    The prompt is scored for the first one alone. (Without tokens to generate there is nothing else to do.)
+    """
     seed = mint_seed() if params.seed is None else params.seed
     if params.num_streams > params.n and params.logprobs is None:
         params = msgspec.structs.replace(params, logprobs=0, logprobs_mode="raw")  # to tell the best
+    unscored = params if params.max_tokens == 0 else msgspec.structs.replace(params, prompt_logprobs=None)
     return [
         Request(
             request_id=RequestId(f"{request_id}-{index}"),
             prompt_token_ids=prompt_token_ids,
-            params=params,
+            params=params if index == 0 else unscored,
             seed=choice_seed(seed, index),
         )
         for index in range(params.num_streams)
@@ -140,7 +150,7 @@ def generate(
 def _result(
     prompt: Prompt, params: SamplingParams, prompt_token_ids: tuple[int, ...], streams: list[_Collected]
 ) -> GenerationResult:
-    best = best_choices([stream.logprobs for stream in streams], params.n)
+    best = best_choices([stream.ranked_by for stream in streams], params.n)
     return GenerationResult(
         prompt=prompt,
         prompt_token_ids=prompt_token_ids,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec.core.clock import Clock
-from specdec.core.error_codes import GRAMMAR_FAILED, NON_FINITE_LOGITS
+from specdec.core.error_codes import GRAMMAR_FAILED, NO_TOKEN_ALLOWED, NON_FINITE_LOGITS
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput, RoundTrace, TracedRound
 from specdec.core.plan import TargetResult, TargetStep, TargetWork, WorkResult
@@ -365,8 +365,7 @@ class RoundLoop:
             if answer.prompt_logprobs is not None:
                 live.note_prompt_logprobs(work.start, answer.prompt_logprobs)
             if answer.error is not None and not answer.token_ids:
-                self._roster.withdraw(live)
-                outputs.append(self._retire(live, live.end(_failure(live, answer), now_s)))
+                outputs.append(self._fail(live, answer, now_s))
             elif work.num_sampled_rows == 0:
                 live.sequence.advance_computed(len(work.token_ids))
                 self._roster.note_computed(live)
@@ -457,6 +456,12 @@ class RoundLoop:
         else:
             live.table.trim(live.committed_len)
         return output
+
+    def _fail(self, live: LiveRequest, answer: WorkResult, now_s: float) -> RequestOutput:
+        """End a request that cannot go on; others may share its K/V, unless these may be what is wrong."""
+        if answer.error_code != NO_TOKEN_ALLOWED:
+            self._roster.withdraw(live)
+        return self._retire(live, live.end(_failure(live, answer), now_s))
 
     def _retire(self, live: LiveRequest, output: RequestOutput) -> RequestOutput:
         self._roster.remove(live.request_id)

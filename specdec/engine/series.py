@@ -212,7 +212,7 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     ),
     "draft_sequences_refused": Series("counter", "Requests that a draft worker had no place for."),
     "draft_sequences_outgrown": Series(
-        "counter", "Requests given up by a draft worker whose memory they had become too long for."
+        "counter", "Requests given up, or refused, by a draft worker whose memory they were too long for."
     ),
     "draft_sequences_moved": Series("counter", "Requests moved to a draft worker that is less busy."),
 }

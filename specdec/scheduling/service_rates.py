@@ -151,7 +151,7 @@ class ServiceRates:
         self._gap = _Mean()
         """Seconds per token after the first."""
         self._length = _Mean()
-        """Generated tokens."""
+        """Generated tokens, of requests that were to generate any."""
         self._foresight = _Foresight()
         self._pace = _Pace()
         self._num_decoding = 0
@@ -189,7 +189,10 @@ class ServiceRates:
 
     def _note_tokens(self, outputs: list[RequestOutput], elapsed_s: float) -> None:
         self._tokenless_s += elapsed_s
-        num_tokens = sum(len(output.token_ids) - (output.first_index == 0) for output in outputs)
+        # First tokens are not counted; who ends without a token has none that could be one.
+        num_tokens = sum(
+            len(output.token_ids) - (output.first_index == 0) for output in outputs if output.token_ids
+        )
         if num_tokens == 0:
             return
         seconds = self._tokenless_s * self._num_decoding
@@ -205,7 +208,8 @@ class ServiceRates:
         num_delivered = stats.num_delivered_tokens
         if not num_delivered:  # else most of it may have happened elsewhere
             self._service.add(stats.finished_s - stats.first_scheduled_s)
-        self._length.add(output.num_generated_tokens)
+        if output.num_generated_tokens:  # else its prompt was to be scored, which takes a place, too
+            self._length.add(output.num_generated_tokens)
         if stats.first_token_s is not None:
             read_s = stats.first_token_s - stats.first_scheduled_s
             self._first_token.add(read_s, max(1, output.num_prompt_tokens + num_delivered))

@@ -9,7 +9,7 @@ from functools import partial
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import extend_prefix_hash
-from specdec.core.proposal import Proposal
+from specdec.core.proposal import MAX_DRAFT_TOKENS, Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
@@ -139,12 +139,14 @@ class Cluster:
         around: Callable[[Proposer], Proposer] | None = None,
         controller: SpeculationController | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
         around them; where they have nothing, `fallback` stands in, or goes before them. Without a
         `controller`, `mode` and `num_draft_tokens` are always the same. `max_message_bytes` is the longest
-        message to the target and back.
+        message to the target and back, `max_draft_tokens` the longest draft that draft workers make.
         """
+        self.max_draft_tokens = max_draft_tokens
         self.around = around
         self.shares = shares
         self.servers: dict[PeerId, DraftServer] = {}
@@ -194,7 +196,13 @@ class Cluster:
         proposer = drafter if self.make_drafter is None else self.make_drafter()
         if self.around is not None:
             proposer = self.around(proposer)
-        server = DraftServer(channel, proposer, shares=self.shares, clock=self.clock)
+        server = DraftServer(
+            channel,
+            proposer,
+            shares=self.shares,
+            clock=self.clock,
+            max_draft_tokens=self.max_draft_tokens,
+        )
         self.servers[name] = server
         self.network.serve(name, partial(serve_all, server))
         self.addresses[name] = channel.address

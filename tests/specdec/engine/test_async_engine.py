@@ -15,6 +15,7 @@ import pytest
 from specdec.core.errors import CapacityError, ChannelClosed, InputError
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
+from specdec.engine import async_engine
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
 from specdec.engine.toy_target import ToyTarget
@@ -201,6 +202,34 @@ def test_failing_engine_ends_every_stream(caplog: pytest.LogCaptureFixture) -> N
 
     run(main)
     assert "a bug" in caplog.text
+
+
+def test_who_hears_that_the_engine_failed_finds_it_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`drafthouse batch` tells by that whether a failure is one of the request."""
+
+    class Broken(OracleProposer):
+        def propose(self, *args):  # type: ignore[no-untyped-def]
+            raise RuntimeError("a bug")
+
+    call_soon = async_engine._call_soon
+
+    def stand_still(*arguments: Any) -> bool:
+        """Let the consumer have its turn before the engine's thread does anything else."""
+        is_open = call_soon(*arguments)
+        time.sleep(0.1)
+        return is_open
+
+    monkeypatch.setattr(async_engine, "_call_soon", stand_still)
+
+    async def main() -> None:
+        with serving(toy_engine(Broken())) as service:
+            assert service.description() is not None
+            async for output in service.generate(request(params=LONG)):
+                if output.finish_reason is not None:
+                    assert output.error_code == "engine_failed"
+                    assert service.description() is None
+
+    run(main)
 
 
 def test_consumer_whose_loop_is_gone() -> None:

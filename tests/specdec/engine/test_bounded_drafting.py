@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
@@ -40,6 +38,7 @@ from tests.architectures import VOCAB_SIZE as MODEL_VOCAB_SIZE
 from tests.architectures import make_tokenizer, save_model
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, ignore_eos=True)
 LENGTHS = {"short": (1, 3, 7), "long": (90, 120), "mixed": (2, 100, 9, 60)}
@@ -255,14 +254,6 @@ def test_given_up_while_its_prompt_is_read(num_positions: int | None, num_blocks
     assert engine.metrics().num_accepted_tokens > 0
     assert not drafter.sequences.known
     assert drafter.sequences.num_held_blocks == 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
@@ -27,18 +25,11 @@ from specdec.proposers.draft_model_factory import load_draft_model
 from specdec.proposers.draft_window import draft_window
 from specdec.proposers.target_facts import TargetFacts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 STREAMING = {"policy": "streaming", "budget": 64}
 NUM_REQUESTS = 32
 K = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def speculative(**settings: Any) -> SpeculativeConfig:

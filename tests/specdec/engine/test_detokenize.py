@@ -113,6 +113,27 @@ def test_first_word_keeps_its_space_behind_a_prompt() -> None:
     assert "".join(pieces(tokenizer, [*dog], tokenizer.encode("the"))).startswith(" ")
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    ["\u4f60", "\u4f60\u597d", "\u4f60\u597d\u4f60", "the \u4f60\u597d", "\ufffd", "a\ufffd", "\u4f60\ufffd"],
+)
+def test_first_word_keeps_its_space_behind_characters_of_several_tokens(prompt: str) -> None:
+    """The last four tokens begin inside a character, which leaves none of their bytes one."""
+    tokenizer = sentencepiece_like()
+    before, dog = tokenizer.encode(prompt), 262
+    assert tokenizer.decode([*before, dog]) == f"{tokenizer.decode(before)} dog"
+    assert "".join(pieces(tokenizer, [dog], before)) == " dog"
+
+
+def test_prompt_that_ends_inside_a_character() -> None:
+    """The first word keeps its space, and a byte of that character is one character that is none."""
+    tokenizer = sentencepiece_like()
+    *cut, last_byte = tokenizer.encode("\u4f60\u597d")
+    dog = 262
+    assert "".join(pieces(tokenizer, [dog], cut)) == " dog"
+    assert "".join(pieces(tokenizer, [last_byte, dog], cut)) == "\ufffd dog"
+
+
 def test_special_tokens_do_not_show() -> None:
     tokenizer = sentencepiece_like()
     the, cat = 257, 260

@@ -15,6 +15,7 @@ from specdec.core.clock import ManualClock
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
+from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_grammar import DraftGrammars
 from specdec.engine.draft_server import DraftServer, sequence_name
@@ -53,13 +54,19 @@ class Pool:
         shares: DraftShareConfig = SHARES,
         num_blocks: int = 256,
         grammars: DraftGrammars | None = None,
+        max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
         self.network = MemoryNetwork(seed=0, clock=ManualClock())
         channel = self.network.open(DRAFT)
         self.runner = ToyRunner(MODEL, num_blocks=num_blocks)
         self.proposer = DraftModelProposer(self.runner, Sampler(), vocab_size=VOCAB, max_read_tokens=64)
         self.server = DraftServer(
-            channel, self.proposer, grammars=grammars, shares=shares, clock=self.network.clock
+            channel,
+            self.proposer,
+            grammars=grammars,
+            shares=shares,
+            clock=self.network.clock,
+            max_draft_tokens=max_draft_tokens,
         )
         self.channels: dict[str, MemoryChannel] = {}
         for name in names:
@@ -105,8 +112,8 @@ def an_entry(name: str, tokens: Sequence[int], *, base_len: int = 0, **fields: o
     return msgspec.structs.replace(entry, **fields)
 
 
-def drafts(tokens: Sequence[int]) -> tuple[int, ...]:
-    return tuple(MODEL.continuation(tokens, PARAMS, 7, 3))
+def drafts(tokens: Sequence[int], number: int = 3) -> tuple[int, ...]:
+    return tuple(MODEL.continuation(tokens, PARAMS, 7, number))
 
 
 Flood = Callable[[Pool, int], None]
@@ -229,6 +236,37 @@ def test_a_coordinator_that_floods_starves_nobody(flood: Flood) -> None:
     assert {sequence_name(PeerId("good"), RequestId(name), 1) for name in texts} <= known
     for answer in pool.answers("bad"):
         assert not answer.request_id.startswith("g")
+
+
+@pytest.mark.parametrize("most", [4, MAX_DRAFT_TOKENS], ids=["bounded", "control"])
+def test_who_wishes_for_long_drafts_keeps_nobody_waiting_for_them(most: int) -> None:
+    """Counted in forwards between a wish and its answer. Control: as long as the wire allows."""
+    pool = Pool(max_draft_tokens=most)
+    text, sent = [1, 2, 3], 0
+    for tick in range(1, 9):
+        for index in range(3):
+            pool.send("bad", an_entry(f"b{index}", [index, tick], epoch=tick, num_draft_tokens=64))
+        pool.send("good", an_entry("g", text, base_len=sent))
+        pool.deliver()
+        num_before = pool.runner.num_forwards
+        pool.server.step(0)
+        (answer,) = pool.answers("good")
+        num_forwards = pool.runner.num_forwards - num_before
+        assert answer.token_ids == drafts(text)
+        assert num_forwards >= 64 if most == MAX_DRAFT_TOKENS else num_forwards <= 5
+        of_bad = {one.request_id: one.token_ids for one in pool.answers("bad")}
+        assert of_bad == {f"b{index}": drafts([index, tick], most) for index in range(3)}
+        sent = len(text)
+        text += [tick % VOCAB, 5]
+    assert pool.server.counters["shortened_entries"] == (0 if most == MAX_DRAFT_TOKENS else 24)
+
+
+def test_what_is_drafted_ahead_is_no_longer_than_other_drafts() -> None:
+    pool = Pool(max_draft_tokens=4)
+    pool.send("bad", looking_ahead("b", [1, 2, 3], num_draft_tokens=64))
+    pool.serve_all()
+    (answer,) = pool.answers("bad")
+    assert {len(branch.token_ids) for branch in answer.branches} == {4}
 
 
 @pytest.mark.parametrize(
@@ -457,8 +495,10 @@ def test_who_has_less_than_its_share_finds_room_in_a_batch_with_those_who_have_m
     assert num_full == 1, "who had more than its share is told, once for each sequence"
 
 
-def looking_ahead(name: str, tokens: Sequence[int], *, width: int = 2) -> ProposeEntry:
-    return an_entry(name, tokens, pending=(1, 2, 3), fan_out=(width,) * 4, num_draft_tokens=6)
+def looking_ahead(name: str, tokens: Sequence[int], *, width: int = 2, **fields: object) -> ProposeEntry:
+    return an_entry(
+        name, tokens, **({"pending": (1, 2, 3), "fan_out": (width,) * 4, "num_draft_tokens": 6} | fields)
+    )
 
 
 def test_branches_of_one_leave_the_others_theirs() -> None:

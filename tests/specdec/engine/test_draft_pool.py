@@ -180,6 +180,54 @@ def test_a_sequence_outgrows_a_worker_and_goes_on_at_a_larger_one_or_without_dra
     assert not proposer._registry._outgrown
 
 
+@pytest.mark.parametrize("shares", [None, DraftShareConfig(max_sequences=16)], ids=["unlimited", "places"])
+def test_one_that_the_memory_has_no_room_for_keeps_nobody_else_from_drafts(
+    shares: DraftShareConfig | None,
+) -> None:
+    cluster = Cluster(Faults(), make_drafter=lambda: small_drafter(17), shares=shares)  # 64 tokens
+    proposer = cluster.proposer
+    first, long = sequence("first", prompt=30), sequence("long", prompt=40)
+    present = [first, long]
+    for _ in range(3):
+        found = proposer.propose(present, budgets(*present))
+        cluster.network.run_for(ROUND_S)
+    assert found.keys() == {"first"}
+    assert reasons(proposer) == {"memory": 3}
+    assert proposer.counters["draft_sequences_outgrown"] == 1
+    assert proposer.counters.get("draft_sequences_refused", 0) == 0
+    for index in range(2):
+        present.append(sequence(f"short{index}", prompt=4))
+        for _ in range(2):
+            found = proposer.propose(present, budgets(*present))
+            cluster.network.run_for(ROUND_S)
+        assert found.keys() == {one.request_id for one in present if one is not long}
+    proposer.release([long.request_id])
+    present = [one for one in present if one is not long] + [sequence("last", prompt=4)]
+    for _ in range(2):
+        found = proposer.propose(present, budgets(*present))
+        cluster.network.run_for(ROUND_S)
+    assert found.keys() == {one.request_id for one in present}
+    assert not proposer._registry._outgrown
+
+
+def test_a_sequence_that_one_worker_cannot_read_any_more_goes_on_at_another() -> None:
+    cluster = Cluster(Faults(), make_drafter=lambda: small_drafter(64, max_model_len=40))
+    proposer = cluster.proposer
+    one = sequence("one", prompt=30)
+    assert proposer.propose([one], budgets(one))
+    cluster.make_drafter = lambda: small_drafter(64, max_model_len=256)
+    cluster.start_drafter()
+    num_without = 0
+    while one.committed_len < 60:
+        cluster.network.run_for(ROUND_S)
+        one.commit((1, 2))
+        num_without += not proposer.propose([one], budgets(one))
+    assert num_without <= 1, "the round in which it is read there, at most"
+    small, large = cluster.servers.values()
+    assert (small.num_sequences, large.num_sequences) == (0, 1)
+    assert proposer.counters["draft_sequences_too_long"] == 0
+
+
 def test_a_sequence_longer_than_the_draft_model_reads_is_asked_for_no_more() -> None:
     """The coordinator need not know that length: workers tell it."""
     cluster = Cluster(Faults(), num_drafters=2, make_drafter=lambda: small_drafter(64, max_model_len=40))

@@ -87,14 +87,17 @@ def test_nobody_is_asked_for_what_nobody_can_go_on_with() -> None:
     bench.registry.told_length(B, 40)
     assert not bench.registry.by_worker([short], 0.0)
     assert not bench.registry.registrations
-    assert len(bench.left) == 1
+    assert bench.left == [(short.request_id, A), (short.request_id, B)]
 
 
 def test_one_that_never_had_a_place_was_refused_one_that_had_has_outgrown_it() -> None:
     bench = Bench(A, B)
     (one,) = some(1)
     registration = _registered(bench, [one])[one.request_id]
+    vacancy = bench.registry.links[registration.worker].vacancy
+    vacancy.told(0)
     assert not bench.registry.refused(one.request_id, 0.0)
+    vacancy.told(1)
     registration = _registered(bench, [one])[one.request_id]
     registration.note_answer(10, 0)
     worker = registration.worker
@@ -103,6 +106,56 @@ def test_one_that_never_had_a_place_was_refused_one_that_had_has_outgrown_it() -
         assert _registered(bench, [one])[one.request_id].worker != worker
         bench.registry.forget(RequestId("another"))
     assert sum(link.num_registered for link in bench.registry.links.values()) == 1
+
+
+@pytest.mark.parametrize("num_places", [None, 5])
+def test_who_is_refused_though_there_are_places_is_too_long_for_the_memory(num_places: int | None) -> None:
+    """It rests there; others may come at once. A worker that never tells of places has any number."""
+    bench = Bench(A)
+    long, short = Placed(RequestId("long"), 40), Placed(RequestId("short"), 4)
+    _registered(bench, [long])
+    vacancy = bench.registry.links[A].vacancy
+    if num_places is not None:
+        vacancy.told(num_places)
+    assert bench.registry.refused(long.request_id, 0.0)
+    assert set(_registered(bench, [long, short])) == {short.request_id}
+    assert bench.registry.why_nowhere(long.request_id) == "memory"
+    assert vacancy.has_place(0.0)
+    bench.registry.by_worker([long], DEADLINES.max_retry_s)
+    assert long.request_id in bench.registry.registrations, "its memory may be free again"
+
+
+def test_a_sequence_that_its_worker_cannot_read_goes_to_one_that_can() -> None:
+    bench = Bench(A)
+    one = Placed(RequestId("one"), 39)
+    bench.registry.told_length(A, 40)
+    assert _registered(bench, [one])[one.request_id].worker == A
+    bench.registry.add(B)
+    bench.registry.told_length(B, 256)
+    one.committed_len = 40
+    for _ in range(3):
+        assert _registered(bench, [one])[one.request_id].worker == B
+    assert bench.left == [(one.request_id, A)]
+    assert {w: link.num_registered for w, link in bench.registry.links.items()} == {A: 0, B: 1}
+    newcomer = Placed(RequestId("newcomer"), 100)
+    assert _registered(bench, [one, newcomer])[newcomer.request_id].worker == B, "though A has nothing to do"
+    assert bench.registry.num_too_long == 0
+    one.committed_len = 256
+    assert set(_registered(bench, [one, newcomer])) == {newcomer.request_id}
+    assert bench.registry.num_too_long == 1
+
+
+def test_no_sequence_is_moved_to_a_worker_that_cannot_read_it() -> None:
+    bench = Bench(A)
+    sequences = [Placed(RequestId(f"r{index}"), 10 if index < 2 else 100) for index in range(8)]
+    _registered(bench, sequences)
+    bench.registry.told_length(A, 256)
+    bench.registry.add(B)
+    bench.registry.told_length(B, 40)
+    for number in range(20):
+        bench.registry.by_worker(sequences, 10.0 * number)
+    at_b = {name for name, its in bench.registry.registrations.items() if its.worker == B}
+    assert at_b == {one.request_id for one in sequences if one.committed_len == 10}
 
 
 def test_what_was_read_is_what_the_last_answer_says() -> None:

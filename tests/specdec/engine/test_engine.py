@@ -19,6 +19,7 @@ from specdec.core.request import LatencyTarget
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import ABORTED, Engine
+from specdec.engine.live_request import LiveRequest
 from specdec.engine.toy_target import ToyTarget
 from specdec.sampling.grammar import GrammarCompiler
 from specdec.sampling.noise import choice_seed
@@ -662,6 +663,22 @@ class TestStatistics:
         metrics = engine.metrics()
         assert (metrics.num_running, metrics.num_waiting) == (1, 2)
         assert metrics.kv_cache_usage == pytest.approx(1 / 255)
+
+    def test_requests_may_leave_while_metrics_are_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By another thread than that of the rounds; here one leaves as soon as somebody is looked at."""
+        engine = toy_engine()
+        for name in "abc":
+            engine.add_request(request(name))
+        engine.step()
+        num_expected = LiveRequest.num_expected_tokens
+
+        def looked_at(live: LiveRequest) -> int:
+            engine.abort(RequestId("b"))
+            return num_expected.__get__(live)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(LiveRequest, "num_expected_tokens", property(looked_at))
+        engine.metrics()
+        assert engine.metrics().num_running == 2
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -9,13 +9,12 @@ run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 import pytest
-import torch
 from pydantic import ValidationError
 
 from specdec.core.ids import RequestId
@@ -25,7 +24,6 @@ from specdec.engine import round as rounds
 from specdec.engine.engine import Engine
 from specdec.proposers.registry import FACTORIES
 from specdec.sampling.noise import choice_seed
-from tests.quantizer import some_quantizer
 from tests.rank_pool import Pools
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, PLACES, SHAPES, Files, Place, Shape
@@ -33,6 +31,7 @@ from tests.specdec.engine.placed_engines import lead, over_workers
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 Kind = Literal["greedy", "sampled"]
 Load = Literal["alone", "mix", "preempted", "cached"]
 """alone: one request after the other; mix: greedy and sampled ones that come one by one, with wishes of their
@@ -60,15 +59,6 @@ class Wanted(NamedTuple):
 
     waves: list[list[Request]]
     expected: Streams
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with some_quantizer():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,10 @@ from tests.specdec.engine.test_heads import config_of, refusal, serve
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = ["eagle", "eagle3", "mtp", "mtp of three"]
 """What is fitted; the first word is the method of the configuration."""
 Fitted = Callable[[str], FeatureDrafter]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -357,6 +357,22 @@ def test_bounds_are_kept(models: GrammarModels) -> None:
                 assert engine.generate([[1, 2]], fast)[0].text == "a"
 
 
+def test_a_grammar_that_fails_leaves_the_prompt_for_others_to_find(models: GrammarModels) -> None:
+    """Nothing is wrong with the K/V."""
+    prompt = tuple(range(40, 57))
+    never = SamplingParams(grammar=Grammar("choice", '["a"]'), max_tokens=9)
+    with models.engine(grammar=GrammarConfig(mask_timeout_s=1e-9)) as engine:
+        for params, num_found in ((SamplingParams(max_tokens=2), 0), (never, 16), (never, 16)):
+            (request,) = choice_requests(prompt, params, "one")
+            engine.add_request(request)
+            outputs = []
+            while engine.has_work:
+                outputs += engine.step()
+            assert outputs[-1].error_code == ("grammar_failed" if params is never else None)
+            assert outputs[-1].stats is not None
+            assert outputs[-1].stats.num_cached_prompt_tokens == num_found
+
+
 def test_a_busy_machine_ends_no_request() -> None:
     """A mask that comes late because the process did not run is no grammar's fault."""
 

@@ -6,7 +6,7 @@ it has to be exactly what the modules predict over whole rows of what transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,13 @@ from tests.specdec.engine.test_heads import config_of, serve
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_HEADS = 3
 Fitted = Callable[[str], Heads]
 METHOD_OF = {"hydra++": "hydra"}
 CHAIN = StaticTree.of_widths((1, 1, 1), (1.0,))
 WIDTHS = (3, 2, 1)
 TREE = StaticTree.of_paths([[0], [0, 0], [1], [0, 0, 0], [2], [0, 1], [1, 0], [0, 1, 0], [1, 0, 0]])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,8 @@ from tests.specdec.engine.ranked_engines import leading_engine
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FolderOf = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

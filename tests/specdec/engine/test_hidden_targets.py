@@ -50,15 +50,8 @@ from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench, HeadSetting, check_seen
 from tests.specdec.transport.gloo_pipe import gloo_lanes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SETTING = HeadSetting(batch=8, chunk=16, num_blocks=40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

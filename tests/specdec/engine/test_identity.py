@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,16 +55,9 @@ from tests.architectures import (
 from tests.pairwise import mostly_full
 from tests.specdec.engine.toy_engines import tokens_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 20
 DRAFTERS = ("none", "ngram", "suffix", "suffix tree", "retrieval", "other model", "same model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Models:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import msgspec
 import pydantic
 import pytest
-import torch
 
 from specdec.core.clock import ManualClock
 from specdec.core.errors import ConfigError, InputError
@@ -49,6 +48,7 @@ from tests.specdec.engine.test_identity import Models, Setting, ragged_prompts
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
 from tests.specdec.proposers.test_positions_in_cache import ShortRunner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 K = 4
 BLOCK_SIZE = 4
 STREAMING = KvSelectionConfig(policy="streaming", budget=8, sink_tokens=4, floor=8)
@@ -61,14 +61,6 @@ PARAMS = {
     ),
 }
 OWN: Sequence[BudgetAmount | None] = (None, 8, 12, 20, 0.5, 4096)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
@@ -31,6 +30,7 @@ from tests.pairwise import Case, pairwise_cover
 from tests.rank_pool import Pools
 from tests.specdec.engine.ranked_engines import lead
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_TOKENS = 16
 POSITIONS = 48
 """Given to the draft model with positions in cache; fewer where K/V depend on the length sooner."""
@@ -112,14 +112,6 @@ def drawn_cases() -> Iterator[Case]:
         case |= dict(zip(decisive, values, strict=True))
         if may_be(case):
             yield case
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ model, and by transformers.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,8 @@ from tests.specdec.engine.test_trees import WatchedTarget, check, requests_of
 from tests.specdec.engine.toy_engines import GREEDY, MODEL, expected_tokens, request, run, toy_engine
 from tests.specdec.engine.toy_engines import VOCAB_SIZE as VOCABULARY
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = LookaheadConfig(window_size=3, ngram_size=3, verification_set_size=4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

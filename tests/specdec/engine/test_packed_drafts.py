@@ -7,7 +7,6 @@ of K/V in 8 bits, that the target's own stay as they are, and what it takes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pydantic
@@ -28,23 +27,14 @@ from specdec.kv.packed_copy import PackedCopy
 from specdec.kv.packed_rows import pack_rows, unpack_rows
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
-from tests.quantizer import some_quantizer
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_self_speculation import KINDS, LONG, PROMPTS, SharpModels
 from tests.specdec.engine.test_view_drafting import Rounds, draft_behind
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 SELF: dict[str, Any] = {"method": "self", "kv": {"dtype": "int8"}}
 QUANTIZED: dict[str, Any] = {"method": "quantized", "quantization": "int8", "kv": {"dtype": "int8"}}
 UNENDING = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with some_quantizer():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from specdec.core.error_codes import NO_TOKEN_ALLOWED, NON_FINITE_LOGITS
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
-from specdec.core.plan import TargetStep
+from specdec.core.plan import ErrorCode, TargetStep
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
@@ -42,13 +43,20 @@ class WatchedTarget(ToyTarget):
         self.num_rows = 0
         self.starts: dict[RequestId, int] = {}
         self.generation = 0
+        self.failure_code: ErrorCode | None = None
+        """Of `failing_requests`."""
 
     def submit(self, step: TargetStep) -> None:
         for work in step.works:
             self.num_rows += len(work.token_ids)
             self.starts.setdefault(work.request_id, work.start)
         super().submit(step)
-        self._results.append(msgspec.structs.replace(self._results.pop(), kv_generation=self.generation))
+        result = self._results.pop()
+        results = tuple(
+            one if one.error is None else msgspec.structs.replace(one, error_code=self.failure_code)
+            for one in result.results
+        )
+        self._results.append(msgspec.structs.replace(result, results=results, kv_generation=self.generation))
 
 
 def stats_of(outputs: Sequence[RequestOutput]) -> int:
@@ -169,6 +177,22 @@ def test_blocks_of_a_request_that_failed_are_not_used() -> None:
     with toy_engine(target=target, max_num_batched_tokens=8) as engine:
         assert run(engine, request("bad", (*SYSTEM, 1), SHORT))["bad"][-1].error is not None
         assert stats_of(run(engine, request("b", (*SYSTEM, 1), SHORT))["b"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "num_found"), [(NON_FINITE_LOGITS, 0), (None, 0), (NO_TOKEN_ALLOWED, 24)], ids=str
+)
+def test_blocks_that_others_share_are_lost_only_where_they_may_be_wrong(
+    code: ErrorCode | None, num_found: int
+) -> None:
+    """Whoever asks for the impossible does not take a prompt from all that begin alike."""
+    target = WatchedTarget()
+    target.failing_requests.add(RequestId("bad"))
+    target.failure_code = code
+    with toy_engine(target=target) as engine:
+        run(engine, request("a", (*SYSTEM, 1), SHORT))
+        assert run(engine, request("bad", (*SYSTEM, 2), SHORT))["bad"][-1].error is not None
+        assert stats_of(run(engine, request("c", (*SYSTEM, 3), SHORT))["c"]) == num_found
 
 
 def test_nothing_computed_before_the_forward_changed_is_used_after_it() -> None:

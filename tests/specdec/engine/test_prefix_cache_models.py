@@ -7,7 +7,7 @@ is for; eager kernels of different shapes differ in the last bits, with the cach
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -31,19 +31,12 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True),
     SamplingParams(temperature=1.0, max_tokens=16, seed=3, ignore_eos=True),
 ]
 Load = Callable[[str, str], LoadedModel]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +109,19 @@ def streams(engine: Engine) -> list[tuple[int, ...]]:
         engine.check_integrity()
         assert engine.metrics().num_accepted_tokens > 0
     return tokens
+
+
+def test_what_forbids_every_token_leaves_the_prompt_where_it_is(load: Load) -> None:
+    impossible = SamplingParams(allowed_token_ids=(5,), bad_words=((5,),), max_tokens=4, seed=1)
+    prompt = prompts()[0]
+    assert len(prompt) == 17
+    with make_engine(load("llama", "float32"), 200, compiled=False, prefix_caching=True) as engine:
+        for params, num_found in ((PARAMS[0], 0), (impossible, 16), (PARAMS[0], 16)):
+            (choice,) = engine.generate([prompt], params)[0].choices
+            assert choice.stats.num_cached_prompt_tokens == num_found
+            assert (choice.finish_reason == "error") == (params is impossible)
+            assert choice.error is None or "forbids every token" in choice.error
+            engine.check_integrity()
 
 
 @pytest.mark.cover(1)

@@ -12,11 +12,13 @@ from msgspec.structs import replace
 
 from specdec.core.errors import InputError
 from specdec.core.outputs import TokenLogprobs
+from specdec.core.plan import TargetStep
 from specdec.core.sampling_params import LogprobsMode, SamplingParams
 from specdec.engine.best_of import best_choices
 from specdec.engine.engine import Engine
 from specdec.engine.local_target import LocalTarget
-from specdec.engine.offline import GenerationResult
+from specdec.engine.offline import GenerationResult, choice_requests
+from specdec.engine.toy_target import ToyTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import load_model
@@ -26,7 +28,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.architectures import save_model
-from tests.specdec.engine.toy_engines import ToyTokenizer, toy_engine
+from tests.specdec.engine.toy_engines import MODEL, ToyTokenizer, toy_engine
 
 PROMPT = [(7 * step) % 100 + 2 for step in range(200)]
 OTHERS = [[5, 9, 23, 5, 9, 23, 5, 9], [40] * 6]
@@ -119,6 +121,61 @@ def test_preemption_scores_each_position_once() -> None:
     assert [one.prompt_logprobs for one in results] == [one.prompt_logprobs for one in expected]
     assert [one.token_ids for one in results] == [one.token_ids for one in expected]
     assert engine.metrics().num_preemptions > 0
+
+
+def test_a_prompt_is_scored_for_its_first_choice_alone() -> None:
+    """The others find what that one has read, and say what they say without."""
+    prompt = [1 + (3 * step) % 14 for step in range(60)]
+    plain = SamplingParams(max_tokens=6, n=3, seed=3, ignore_eos=True)
+    scored = replace(plain, prompt_logprobs=1)
+    engine = toy_engine()
+    result = engine.generate([prompt], scored)[0]
+    assert engine.metrics().prefix_cache_hits == 2 * 56, "full blocks before the last token"
+    assert result.prompt_logprobs == toy_engine().generate([prompt], replace(scored, n=1))[0].prompt_logprobs
+    expected = toy_engine().generate([prompt], plain)[0]
+    assert [one.token_ids for one in result.choices] == [one.token_ids for one in expected.choices]
+
+
+def test_where_nothing_is_generated_every_choice_scores_the_prompt() -> None:
+    params = SamplingParams(max_tokens=0, n=3, prompt_logprobs=1)
+    assert [one.params for one in choice_requests((1, 2, 3), params, "r")] == [params] * 3
+    result = toy_engine().generate([[1, 2, 3]], params)[0]
+    assert [one.finish_reason for one in result.choices] == ["length"] * 3
+
+
+class FailingLate(ToyTarget):
+    """Fails a request behind so many of its tokens, prompt included."""
+
+    def __init__(self, request_id: str, num_tokens: int) -> None:
+        super().__init__(MODEL)
+        self._request_id, self._last = request_id, num_tokens - 1
+
+    def submit(self, step: TargetStep) -> None:
+        self.failing_requests = {
+            work.request_id
+            for work in step.works
+            if work.request_id == self._request_id and work.start == self._last
+        }
+        super().submit(step)
+
+
+def test_a_choice_that_failed_is_behind_all_others() -> None:
+    """However likely its tokens were until then."""
+    prompt, params = [1, 2, 3], SamplingParams(max_tokens=12, n=6, logprobs=0, seed=4)
+    every = toy_engine().generate([prompt], params)[0].choices
+    mean = {
+        (one.index, length): sum(token.logprob for token in (one.logprobs or ())[:length]) / length
+        for one in every
+        for length in range(1, 13)
+    }
+    failed, length = max(mean, key=lambda place: mean[place])
+    assert length < 12, "this shows nothing"
+    engine = toy_engine(target=FailingLate(f"offline-0-{failed}", len(prompt) + length))
+    cut = engine.generate([prompt], params)[0].choices[failed]
+    assert (cut.finish_reason, cut.token_ids) == ("error", every[failed].token_ids[:length])
+    best = engine.generate([prompt], replace(params, n=5, best_of=6))[0].choices
+    good = sorted(set(range(6)) - {failed}, key=lambda index: -mean[index, 12])
+    assert [one.token_ids for one in best] == [every[index].token_ids for index in good]
 
 
 def test_best_of_returns_the_best_of_the_same_choices() -> None:

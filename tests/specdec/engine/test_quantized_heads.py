@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from specdec.model.loader import load_model
 from specdec.model.quantized_linear import QuantizedLinear
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.heads_factory import LoadedFeatureDrafter, load_heads
-from tests.quantizer import some_quantizer
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, Files, Place
 from tests.specdec.engine.placed_engines import over_workers
@@ -27,17 +25,9 @@ from tests.specdec.engine.test_every_drafter import compile_all
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 HEADS = ("medusa", "hydra++", "eagle", "eagle3", "mtp", "parallel_heads")
 OF_MODULE = "model.layers.3.shared_head.head.weight"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with some_quantizer():
-        yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

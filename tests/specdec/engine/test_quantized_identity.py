@@ -5,13 +5,11 @@ Targets in 8 and 4 bits, fp32 and bf16, compiled; the draft model is quantized i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
@@ -21,16 +19,9 @@ from tests.architectures import save_model
 from tests.quantizer import some_quantizer
 from tests.specdec.engine.test_identity import NUM_TOKENS, Models, Setting, ragged_prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=NUM_TOKENS, seed=11)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class QuantizedModels(Models):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
@@ -23,6 +21,7 @@ from tests.specdec.engine.test_heads import config_of
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}
 DYNAMIC: dict[str, Any] = {
     "tree": {"shape": "dynamic", "top_k": 3, "depth": 4},
@@ -31,14 +30,6 @@ DYNAMIC: dict[str, Any] = {
 LONGER = PROMPTS[1:]
 """The first wish for a sequence is fulfilled after a step: behind a prompt of one token that is late."""
 STATIC: dict[str, Any] = {"tree": {"shape": "static", "widths": [3, 2]}, "num_speculative_tokens": 9}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,30 @@ def assert_nothing_is_left(cluster: Cluster) -> None:
         assert not any(client.mirrors or client.wishes for client in server._clients.values())
 
 
+@pytest.mark.parametrize(
+    ("mode", "has_trees"), [*((mode, False) for mode in MODES), ("lockstep", True), ("ping_pong", True)]
+)
+def test_drafts_that_are_shorter_than_asked_for_change_no_token(mode: OverlapMode, has_trees: bool) -> None:
+    cluster = Cluster(
+        Faults(delay_s=(0.0, 0.01)),
+        mode=mode,
+        capabilities=replace(CAPABILITIES, shape="tree", looks_ahead=False) if has_trees else CAPABILITIES,
+        around=partial(Bushy, vocab_size=VOCAB) if has_trees else None,
+        num_draft_tokens=8,
+        max_draft_tokens=3,
+    )
+    rng = random.Random(5)
+    requests = [a_request(f"r{index}", rng) for index in range(8)]
+    assert cluster.run(requests) == {request.request_id: expected(request) for request in requests}
+    (server,) = cluster.servers.values()
+    assert server.counters["shortened_entries"] > 0
+    metrics = cluster.engine.metrics()
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens <= 3 * metrics.num_drafts
+    assert not metrics.proposals_dropped
+    assert cluster.proposer.counters.get("invalid_drafts_dropped", 0) == 0
+    assert_nothing_is_left(cluster)
+
+
 class Restless(FixedController):
     """Another mode, k and fan-out now and then, drawn by lot; k for each request apart, often 0."""
 

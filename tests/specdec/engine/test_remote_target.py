@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -15,7 +17,7 @@ from specdec.engine.target_server import TargetServer
 from specdec.engine.toy_target import ToyModel, ToyTarget
 from specdec.transport.base import MAX_MESSAGE_BYTES, PeerId, PeerLost
 from specdec.transport.memory import Faults, MemoryNetwork
-from specdec.transport.messages import Ping, RunStep
+from specdec.transport.messages import Ping, RunStep, StepDone, StepPart, encode
 
 WORKER = PeerId("worker")
 A = RequestId("a")
@@ -25,11 +27,13 @@ TIMES = RemoteTargetTimes(
 
 
 class World:
-    def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self, max_message_bytes: int = MAX_MESSAGE_BYTES, make_toy: Callable[[], ToyTarget] | None = None
+    ) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork(clock=self.clock)
         self.worker = self.network.open(WORKER, max_message_bytes=max_message_bytes)
-        self.toy = ToyTarget(ToyModel(7))
+        self.toy = ToyTarget(ToyModel(7)) if make_toy is None else make_toy()
         self.server = TargetServer(self.worker, self.toy)
         self.error: BaseException | None = None
         self.network.serve(WORKER, self.serve)
@@ -164,6 +168,72 @@ def test_a_dead_worker_is_noticed_after_the_grace() -> None:
     assert world.clock.now_s() - started_s <= TIMES.lost_link_grace_s
 
 
+def compute(world: World, for_s: float) -> None:
+    """The worker is at a step for so long: what arrives meanwhile waits, as what has arrived."""
+    world.network.serve(WORKER, lambda: None)
+
+    def go_on() -> None:
+        world.network.serve(WORKER, world.serve)
+        while world.server.step(0):
+            pass
+
+    world.network.schedule(for_s, go_on)
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2])
+def test_a_link_that_breaks_and_returns_while_the_target_computes_for_long_ends_nothing(
+    num_in_flight: int,
+) -> None:
+    world = World()
+    target = world.attach(0, 1)
+    compute(world, 4 * TIMES.lost_link_grace_s)
+    for at_s in (0.5, 3.0):
+        world.network.schedule(at_s, lambda: world.network.break_link(WORKER, PeerId("first"), 0.3))
+    for number in range(num_in_flight):
+        target.submit(step(number, admit=number == 0))
+    assert [target.collect().step_id for _ in range(num_in_flight)] == [*range(num_in_flight)]
+    assert world.clock.now_s() == 4 * TIMES.lost_link_grace_s
+
+
+def test_a_step_that_was_lost_with_its_link_is_sent_again_once_it_is_back() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    world.network.break_link(WORKER, PeerId("first"), 0.3)
+    target.submit(step(0, admit=True))
+    target._times = RemoteTargetTimes(resend_after_s=1e6, lost_link_grace_s=10.0)
+    assert target.collect().step_id == 0
+    assert world.clock.now_s() == 0.3
+
+
+@pytest.mark.parametrize("is_back_first", [False, True])
+def test_a_worker_that_is_lost_while_it_computes_is_noticed_after_the_grace(is_back_first: bool) -> None:
+    """Its link does not come back, or did so before it died."""
+    world = World()
+    target = world.attach(0, 1)
+    compute(world, 1e6)
+    world.network.schedule(
+        0.5, lambda: world.network.break_link(WORKER, PeerId("first"), 0.3 if is_back_first else 1e6)
+    )
+    lost_s = 0.5
+    if is_back_first:
+        lost_s = 3.0
+        world.network.schedule(lost_s, lambda: world.network.kill(WORKER))
+    target.submit(step(0, admit=True))
+    with pytest.raises(TransportError, match="is gone"):
+        target.collect()
+    assert world.clock.now_s() == pytest.approx(lost_s + TIMES.lost_link_grace_s)
+
+
+def test_an_idle_owner_whose_link_broke_and_is_back_goes_on() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    compute(world, 1e6)
+    world.network.break_link(WORKER, PeerId("first"), 0.3)
+    for _ in range(8):
+        target.check()
+        world.network.run_for(TIMES.lost_link_grace_s / 4)
+
+
 def test_a_dead_worker_is_noticed_without_a_step_too() -> None:
     world = World()
     target = world.attach(0, 1)
@@ -267,6 +337,65 @@ def test_steps_longer_than_a_message_run_once_over_a_network_that_loses() -> Non
     assert found == expected
     assert target.counters["steps_in_parts"] >= 2
     assert world.server.counters["malformed_steps"] == 0
+
+
+def scored_target() -> ToyTarget:
+    return ToyTarget(ToyModel(64), num_blocks=512, max_model_len=2048)
+
+
+def scored_step(step_id: int, *, is_first: bool) -> TargetStep:
+    """A prompt of which every token's 20 best are wanted: hundreds of bytes each."""
+    tokens = tuple((7 * number + step_id) % 64 for number in range(600))
+    work = TargetWork(A, tokens, 0, 1, 0, tuple(range(1, 152)), scored_token_ids=tokens[1:])
+    params = SamplingParams(temperature=0.0, prompt_logprobs=20)
+    return TargetStep(step_id, (work,), (AdmittedSequence(A, 5, params),) if is_first else ())
+
+
+def test_answers_longer_than_a_message_come_in_parts() -> None:
+    world = World(max_message_bytes=1 << 16, make_toy=scored_target)
+    target = world.attach(0, 1)
+    alone = scored_target()
+    for number in range(3):
+        one = scored_step(number, is_first=number == 0)
+        alone.submit(one)
+        target.submit(one)
+        expected, found = alone.collect(), target.collect()
+        assert len(encode(StepDone(1, number, expected))) > 1 << 16
+        assert found == expected
+    assert world.server.counters["answers_in_parts"] == 3
+    assert target.counters["steps_in_parts"] == target.counters["stale_answers"] == 0
+    assert world.error is None
+
+
+def test_parts_of_answers_may_be_lost_doubled_and_late() -> None:
+    world = World(max_message_bytes=1 << 13, make_toy=scored_target)
+    target = world.attach(0, 1)
+    alone = scored_target()
+    steps = [scored_step(number, is_first=number == 0) for number in range(6)]
+    world.network.faults = Faults(delay_s=(0.0, 0.5), loss=0.02, duplication=0.3, in_order=False)
+    for pair in (steps[:2], steps[2:4], steps[4:]):
+        for one in pair:
+            alone.submit(one)
+            target.submit(one)
+        for _ in pair:
+            assert target.collect() == alone.collect()
+    assert target.counters["stale_answers"] > 0
+    assert target.counters["malformed_answers"] == world.server.counters["malformed_steps"] == 0
+
+
+def test_parts_of_no_answer_are_dropped() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    target.submit(step(0, admit=True))
+    for part in (
+        StepPart(1, 0, 0, 0, b""),
+        StepPart(1, 0, 0, 1, b"nonsense"),
+        StepPart(0, 0, 0, 2, b"of another incarnation"),
+        StepPart(1, 7, 0, 2, b"of another step"),
+    ):
+        world.worker.send(PeerId("first"), part)
+    assert target.collect().step_id == 0
+    assert (target.counters["malformed_answers"], target.counters["stale_answers"]) == (2, 2)
 
 
 def test_parts_of_somebody_who_is_not_the_owner_any_more_are_fenced() -> None:

@@ -479,6 +479,20 @@ def test_remote_parts_say_what_local_ones_say(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", JUDGED)
+def test_drafts_that_a_draft_worker_makes_shorter_are_those_of_a_smaller_k(rule: str) -> None:
+    rng = random.Random(4)
+    requests = [a_request(f"r{n}", rng) for n in range(8)]
+    cluster = remote(rule, Faults(), max_draft_tokens=2)
+    for one in requests:
+        drafter = drafter_for(rule, remote_cluster.OTHER_MODEL)
+        engine = engine_of(rule, remote_cluster.MODEL, drafter, num_draft_tokens=2)
+        assert cluster.run([one])[one.request_id] == tokens_of(run(engine, one)[one.request_id])
+    metrics = cluster.engine.metrics()
+    assert metrics.num_accepted_tokens > 0
+    assert not metrics.proposals_dropped
+
+
+@pytest.mark.parametrize("rule", JUDGED)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_bad_network_costs_drafts_only(rule: str, seed: int) -> None:
     rng = random.Random(seed)

@@ -7,7 +7,7 @@ weights of transformers.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,8 @@ from tests.specdec.engine.test_self_speculation import (
 )
 from tests.specdec.engine.toy_engines import request
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEMO = Path(__file__).parents[3] / "models" / "demo" / "target"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ is selected, and much of it, where the window is left.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ from tests.specdec.engine import ranked_engines
 from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
 from tests.specdec.engine.toy_engines import tokens_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 FULL = KvSelectionConfig(policy="full")
@@ -79,14 +80,6 @@ SELECTIONS = (
     *(selecting(policy, every=every) for policy in SCORED for every in (None, 4)),
 )
 """Of every policy there is."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ transformers says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,17 +36,10 @@ from tests.architectures import make_tokenizer
 from tests.specdec.engine.linear_heads import CAPABILITIES, LAYERS, LinearHeads, Seen, fit_heads, hidden_of
 from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 KINDS = {"greedy": GREEDY, **SAMPLING, **SHAPING}
 PROMPTS = ragged_prompts(8, seed=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ weights; that nothing of them stays, in the K/V after a round.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,6 @@ from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.architectures import ARCHITECTURES, make_tokenizer, with_layers
-from tests.quantizer import some_quantizer
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_self_speculation import (
     BLOCK_SIZE,
@@ -54,14 +52,7 @@ from tests.specdec.engine.test_self_speculation import (
     streaming,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with some_quantizer():
-        yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,12 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from deploy.preflight import warnings_of
 from specdec.core.errors import ConfigError, InputError
@@ -37,6 +36,7 @@ from tests.specdec.engine.test_remote_heads import remote_config
 from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.toy_engines import request
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 STREAMING: dict[str, Any] = {"policy": "streaming", "budget": 14}
 """Of prompts of up to 40 tokens, which are continued by 20."""
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}
@@ -46,14 +46,6 @@ DYNAMIC: dict[str, Any] = {
     "num_speculative_tokens": 10,
 }
 CHOSEN: dict[str, Any] = {**CHAIN, "controller": "goodput", "profile_seconds": 0.0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

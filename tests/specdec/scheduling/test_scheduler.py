@@ -110,11 +110,16 @@ def test_prompts_whose_first_token_is_wanted_soon_go_before_drafts(
     assert plan.num_tokens[RequestId("long")] == num_prompt_rows
 
 
-@pytest.mark.parametrize(("requested", "expected"), [(None, 4), (0, 0), (2, 2), (9, 5)])
-def test_request_overrides_the_controller_within_what_is_of_use(requested: int | None, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("requested", "k", "expected"),
+    [(None, 4, 4), (0, 4, 0), (2, 4, 2), (9, 4, 4), (64, 4, 4), (9, 8, 5), (None, 8, 5), (64, 0, 0)],
+)
+def test_request_overrides_the_controller_within_what_is_configured_and_of_use(
+    requested: int | None, k: int, expected: int
+) -> None:
     request = decoding("a", 3, blocks=1, generate=6)
     request.requested_draft_tokens = requested
-    simulation = simulation_of(request, controller=FixedController(4))
+    simulation = simulation_of(request, controller=FixedController(k))
     assert simulation.plan().num_draft_tokens.get(RequestId("a"), 0) == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.ids import Epoch, RequestId
-from specdec.core.outputs import RequestOutput, RequestStats
+from specdec.core.outputs import FinishReason, RequestOutput, RequestStats
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.scheduling.service_rates import ServiceRates
@@ -13,7 +13,7 @@ from specdec.scheduling.service_rates import ServiceRates
 
 def finished(
     began_s: float,
-    first_s: float,
+    first_s: float | None,
     ended_s: float,
     num_tokens: int = 11,
     num_delivered: int = 0,
@@ -44,6 +44,17 @@ def decoded(num_tokens: int, first_index: int = 1) -> RequestOutput:
         first_index=first_index,
         token_ids=(1,) * num_tokens,
         text="",
+    )
+
+
+def ended_without_a_token(finish_reason: FinishReason) -> RequestOutput:
+    return RequestOutput(
+        request_id=RequestId("r"),
+        epoch=Epoch(0),
+        first_index=0,
+        token_ids=(),
+        text="",
+        finish_reason=finish_reason,
     )
 
 
@@ -161,6 +172,31 @@ def test_prompts_and_idle_times_are_no_pace() -> None:
     note(rates, [], 500.0, num_decoding=1)
     note(rates, [decoded(5)], 510.0)  # too few to tell
     assert rates.wait_s(1, [10]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("finish_reason", ["error", "length"])
+def test_who_ends_without_a_token_is_no_pace(finish_reason: FinishReason) -> None:
+    """What asks for the impossible, and prompts that are only scored."""
+    alone, beside = measured(), measured()
+    ended = [ended_without_a_token(finish_reason)] * 4
+    for rates, others in ((alone, []), (beside, ended)):
+        note(rates, [], 3.0, num_decoding=2)
+        for number in range(1, 200):
+            note(rates, [decoded(1), decoded(1), *others], 3.0 + 0.4 * number, num_decoding=2)
+    assert alone.wait_s(1, [10]) == pytest.approx(2.0 * 2.0)
+    assert beside.wait_s(1, [10]) == alone.wait_s(1, [10])
+    note(alone, [], 83.0, num_decoding=2)
+    note(beside, ended, 83.0, num_decoding=2)
+    assert beside.wait_s(1, [10]) == alone.wait_s(1, [10])
+
+
+def test_prompts_that_are_only_scored_say_nothing_of_how_much_is_generated() -> None:
+    rates = measured()
+    before_s = rates.seconds_per_request
+    for _ in range(100):
+        note(rates, [finished(0.0, None, 0.5, num_tokens=0)], 3.0)
+    assert rates.expected_tokens(request(None)) == rates.expected_tokens(request(1000)) == 11
+    assert rates.seconds_per_request < before_s, "they take places, for as long as they do"
 
 
 def margin_after(waits: list[tuple[float, float]]) -> float:
