@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.core.errors import UserError
+from specdec.core.extras import how_to_install
 
 
 def prepare_figures() -> None:
@@ -18,7 +19,7 @@ def prepare_figures() -> None:
         import matplotlib
     except ImportError as error:
         raise UserError(
-            "--plots needs matplotlib: install drafthouse[train], or leave the option out"
+            f"--plots needs matplotlib: {how_to_install('train')}, or leave the option out"
         ) from error
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "drafthouse", "svg.fonttype": "none", "font.size": 9})

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.openai.paths import is_api
 from specdec.core.config import StrictConfig
 from specdec.core.errors import ConfigError
+from specdec.core.extras import how_to_install
 from specdec.core.outputs import RequestOutput, RequestStats, TracedRound
 from workers.logs import add_log_context
 
@@ -63,7 +64,7 @@ def require_exporter() -> None:
     except ModuleNotFoundError:
         found = None
     if found is None:
-        raise ConfigError("http.tracing: needs more packages: pip install 'drafthouse[tracing]'")
+        raise ConfigError(f"http.tracing: needs more packages: {how_to_install('tracing')}")
 
 
 class Tracing:

@@ -20,6 +20,7 @@ from specdec.attention.base import LayerAttention
 from specdec.attention.flashinfer_steps import LayerKind, StepPages, plan_arguments, step_pages, tree_mask
 from specdec.attention.metadata import AttentionMetadata
 from specdec.attention.slots import PoolSlots
+from specdec.core.extras import how_to_install
 
 WORKSPACE_BYTES = 128 << 20
 """Partial results of one layer, as FlashInfer recommends; every kind of layer takes some 8 MiB more."""
@@ -64,11 +65,11 @@ def load_flashinfer(device: torch.device) -> MakeWrapper:
         wrapper: MakeWrapper = importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
     except ModuleNotFoundError as error:
         raise FlashInferUnavailable(
-            f"it needs the package `{error.name}`: pip install 'drafthouse[{EXTRA}]'"
+            f"it needs the package `{error.name}`: {how_to_install(EXTRA)}"
         ) from error
     except (ImportError, OSError, AttributeError) as error:
         raise FlashInferUnavailable(
-            f"the installed package `flashinfer` does not load ({error}): pip install 'drafthouse[{EXTRA}]'"
+            f"the installed package `flashinfer` does not load ({error}): {how_to_install(EXTRA)}"
         ) from error
     return wrapper
 

@@ -33,6 +33,7 @@ from specdec.attention.triton_work import (
     split_rounds,
     work_units,
 )
+from specdec.core.extras import how_to_install
 
 _LOG2_E = 1.4426950408889634
 MAX_PARTIAL_BYTES = 512 << 20
@@ -459,7 +460,7 @@ def _import_kernels() -> Any:
         if error.name is None or not error.name.startswith("triton"):
             raise
         raise TritonUnavailable(
-            "the triton attention needs the package `triton`: pip install 'drafthouse[cuda]'"
+            f"the triton attention needs the package `triton`: {how_to_install('cuda')}"
         ) from error
 
 

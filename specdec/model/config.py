@@ -51,7 +51,8 @@ class ModelConfig(StrictConfig):
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of this model's process; None: all cores of the process."""
+    """CPU threads of this model's process; None: in a worker, as many as its affinity and its container's CPU
+    quota let run, shared by its ranks; in one process, PyTorch's default."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (GPUs) that hold a layer together, each a part of it."""
     pipeline_parallel_size: int = Field(default=1, ge=1)

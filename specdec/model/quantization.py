@@ -17,6 +17,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from specdec.core.errors import ConfigError
+from specdec.core.extras import how_to_install
 from specdec.model.config import INT4_GROUP_SIZES, QuantizationName
 from specdec.model.parallel.surgery import complete_like
 from specdec.model.quantized_linear import (
@@ -73,7 +74,7 @@ def require_torchao(name: QuantizationName) -> None:
     """
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
-            f"quantization: {name} needs torchao, which is not installed: pip install 'drafthouse[{EXTRA}]'"
+            f"quantization: {name} needs torchao, which is not installed: {how_to_install(EXTRA)}"
         )
 
 

@@ -112,15 +112,15 @@ class SpeculativeConfig(StrictConfig):
     """layerskip: how many of the target's layers draft, less than it has; its final norm and its head read
     what the last of these gives. layerskip needs it, no other method takes it."""
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
-    """k: draft tokens per request and round; with the goodput controller, the most there may be."""
+    """k: draft tokens per request and round; with the goodput controller, the most there may be. What a
+    request asks for itself (`speculation`) is cut to that."""
     tree: TreeConfig = ChainConfig()
     """draft_model, what drafts from hidden states (medusa, eagle, ...), and self, layerskip, quantized: which
-    trees are drafted, of `num_speculative_tokens` nodes at most; of the last three, over ranks, static ones
-    alone. `shape: chain`: none."""
+    trees are drafted, of `num_speculative_tokens` nodes at most. `shape: chain`: none."""
     controller: Literal["goodput", "fixed"] = "goodput"
     """goodput: k of every request, the overlap of drafting and verifying, and whether to draft at all follow
     what rounds cost and bring, so that speculation costs nobody anything; fixed: always
-    `num_speculative_tokens`. A request's own `speculation` wins over either."""
+    `num_speculative_tokens`. A request's own `speculation` wins over either, up to that number."""
     overlap: Overlap = "auto"
     """How drafting and verifying share time. lockstep: one after the other; ping_pong: two halves of the
     requests take turns; draft_ahead: continuations of likely verdicts are drafted during verification; auto:
@@ -193,7 +193,8 @@ class SpeculativeConfig(StrictConfig):
     attention_backend: AttentionName = "auto"
     """Attention of the draft model, as in `target.attention_backend`."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of the draft model's process; None: all cores of the process."""
+    """CPU threads of the draft model's process; None: in a worker, as many as its affinity and its
+    container's CPU quota let run, shared by its ranks; in one process, PyTorch's default."""
     compile: CompileConfig = CompileConfig()
     """Compilation of the draft model's forward."""
     synthetic_acceptance: SyntheticAcceptance | None = None

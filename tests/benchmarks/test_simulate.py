@@ -443,7 +443,7 @@ def test_the_page_says_what_was_simulated() -> None:
 
 def test_pictures_ask_for_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"drafthouse\[train\]"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[train\]'"):
         draw({}, tmp_path)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.attention.triton import TritonUnavailable, is_interpreted, launch
+from specdec.core.extras import how_to_install
 from specdec.model.invariance.operations import (
     InvariantOperations,
     Replacement,
@@ -67,9 +68,7 @@ class GpuOperations(InvariantOperations):
         except ModuleNotFoundError as error:
             if error.name is None or not error.name.startswith("triton"):
                 raise
-            raise TritonUnavailable(
-                "it needs the package `triton`: pip install 'drafthouse[cuda]'"
-            ) from error
+            raise TritonUnavailable(f"it needs the package `triton`: {how_to_install('cuda')}") from error
 
     def adopt(self, model: torch.nn.Module) -> None:
         """See `InvariantOperations`: nothing is kept of it."""

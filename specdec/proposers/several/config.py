@@ -100,7 +100,8 @@ class ModelDrafter(NamedDrafter):
     attention_backend: AttentionName = "auto"
     """As `target.attention_backend`."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of its process; None: all cores of the process."""
+    """CPU threads of its process; None: in a worker, as many as its affinity and its container's CPU
+    quota let run, shared by its ranks; in one process, PyTorch's default."""
     compile: CompileConfig = CompileConfig()
     """Compilation of its forward."""
     cache: CacheConfig | None = None

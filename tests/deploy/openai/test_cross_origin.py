@@ -8,8 +8,8 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from deploy.application import door_settings
 from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.door_settings import door_settings
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
 from specdec.core.errors import CapacityError
@@ -120,7 +120,7 @@ def test_without_keys_others_are_served(allowed: tuple[str, ...], headers: dict[
 def test_the_configuration_reaches_the_door() -> None:
     origins = [SITE, "http://localhost:3000", "app://obsidian.md", "http://[::1]:80"]
     config = DrafthouseConfig.model_validate({"target": {"model": "m"}, "http": {"allowed_origins": origins}})
-    assert door_settings(config).allowed_origins == tuple(origins)
+    assert door_settings(config.http, config.served_models()[0]).allowed_origins == tuple(origins)
     assert HttpConfig().allowed_origins == ()
 
 

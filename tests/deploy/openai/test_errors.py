@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gzip
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.openai import errors
 from deploy.openai.keys import ApiKey, digest_api_key
+from deploy.openai.outputs import SLOW_READER
 from deploy.openai.settings import DoorSettings
+from specdec.core import error_codes
 from specdec.core.error_codes import SHUTTING_DOWN
 from specdec.core.errors import (
     CapacityError,
@@ -499,6 +504,48 @@ def test_streams_that_fail_are_counted_by_code(failure: Exception, counted: dict
     assert failed_streams(door) == counted
 
 
+def client_timeouts(door: Door) -> dict[str, float]:
+    """Return how many requests ran out of time that their client had set, by status."""
+    counted = re.findall(r'http_client_timeouts_total{status="(\d+)"} (\S+)', door.get("/metrics").text)
+    assert len(counted) == 2, "they are told from zero on"
+    return {status: float(count) for status, count in counted if float(count)}
+
+
+@pytest.mark.parametrize(
+    ("of_body", "of_header", "of_server", "is_own"),
+    [
+        (30, None, None, True),
+        (30, None, 60.0, True),
+        (None, "30", 60.0, True),
+        (None, None, 60.0, False),
+        (90, "80", 60.0, False),
+        (60, None, 60.0, False),
+    ],
+)
+def test_whose_time_was_up_is_counted(
+    of_body: float | None, of_header: str | None, of_server: float | None, is_own: bool
+) -> None:
+    """Clients may give as little as they like. What the server gives itself was promised."""
+    settings = DoorSettings(request_timeout_s=of_server)
+    headers = {} if of_header is None else {"X-Request-Timeout": of_header}
+    failure = RequestFailed("its time was up", code="request_timeout")
+    for fail_after, stream, status in ((0, False, 504), (0, True, 504), (2, True, 200)):
+        door = Door(ScriptedService(fail_after=fail_after, failure=failure), settings)
+        body = {"prompt": "abc", "stream": stream, "timeout_s": of_body}
+        answer = door.post("/v1/completions", body, headers=headers)
+        assert answer.status_code == status
+        assert "request_timeout" in answer.text
+        assert client_timeouts(door) == ({str(status): 1.0} if is_own else {})
+        is_ours = status == 200 and not is_own
+        assert failed_streams(door) == ({"request_timeout": 1.0} if is_ours else {})
+
+
+def test_what_fails_for_another_reason_is_no_matter_of_the_clients_time() -> None:
+    door = Door(ScriptedService(fail_after=0, failure=RequestFailed("gone", code="coordinator_lost")))
+    assert door.complete(timeout_s=30).status_code == 500
+    assert client_timeouts(door) == {}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_timeout(stream: bool) -> None:
     door = Door(ScriptedService(hold_at=0), DoorSettings(request_timeout_s=0.05))
@@ -542,6 +589,7 @@ def test_a_client_sets_its_own_time(stream: bool) -> None:
     response = door.complete(stream=stream, timeout_s=0.05)
     assert response.status_code == 504
     assert "longer than 0.05 s" in error_of(response)["message"]
+    assert client_timeouts(door) == {"504": 1.0}
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", ""])
@@ -660,3 +708,38 @@ def test_messages_may_say_that_they_are_messages(kind: str) -> None:
     """lm-evaluation-harness writes it into every one."""
     messages = [{"role": "user", "content": "x", "type": kind}]
     assert Door().post("/v1/chat/completions", {"messages": messages}).status_code == 200
+
+
+def _codes_in_sources() -> set[str]:
+    """Every text that is given as `code` somewhere in the door, unless it is put together at run time."""
+    folder = Path(errors.__file__).parent
+    return {
+        constant.value
+        for path in sorted(folder.glob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "code"
+        for constant in ast.walk(keyword.value)
+        if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+        if re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", constant.value)
+    }
+
+
+def test_clients_can_look_up_every_code() -> None:
+    """On the page of operations; but for those that never leave a process, or the cluster."""
+    stay_inside = {
+        error_codes.ENGINE_FAILED,
+        error_codes.TARGET_LOST,
+        error_codes.COORDINATOR_FAILED,
+        error_codes.COORDINATOR_CRASHED,
+        error_codes.DISPLACED,  # clients see rate_limit_exceeded
+    }
+    named = {value for name, value in vars(error_codes).items() if name.isupper()}
+    assert stay_inside < named
+    of_the_door = {errors.DEADLINE_UNREACHABLE, errors.KEYS_UNREAD, SLOW_READER, "invalid_api_key"}
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+    section = page.partition("\n## Errors that clients see\n")[2].partition("\n## ")[0]
+    codes = {*named - stay_inside, *of_the_door, *_codes_in_sources()}
+    assert {"rate_limit_exceeded", "origin_not_allowed", "request_lost"} < codes
+    assert {code for code in codes if f"`{code}`" not in section} == set()

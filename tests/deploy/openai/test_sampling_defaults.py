@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from deploy.application import door_settings
 from deploy.config import DrafthouseConfig
+from deploy.door_settings import door_settings
 from deploy.openai.app import create_app
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
@@ -63,7 +63,7 @@ def test_a_server_may_leave_the_file_aside() -> None:
 @pytest.mark.parametrize(("said", "takes"), [({}, True), ({"generation_config": "none"}, False)])
 def test_the_configuration_reaches_the_door(said: dict[str, str], takes: bool) -> None:
     config = DrafthouseConfig.model_validate({"target": {"model": "m"}, "http": said})
-    assert door_settings(config).takes_model_defaults is takes
+    assert door_settings(config.http, config.served_models()[0]).takes_model_defaults is takes
 
 
 def test_fingerprints_tell_by_which_defaults() -> None:

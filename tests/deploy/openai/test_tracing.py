@@ -253,7 +253,7 @@ def test_a_collector_gets_them() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"http\.tracing: needs more packages: .*drafthouse\[tracing\]"):
+    with pytest.raises(ConfigError, match=r"http\.tracing: needs more packages: .*-e '\.\[tracing\]'"):
         require_exporter()
 
 

@@ -213,7 +213,7 @@ def library() -> ModuleType:
     try:
         return importlib.import_module("flashinfer")
     except ImportError as error:
-        pytest.skip(f"flashinfer is not installed ({error}): pip install 'drafthouse[flashinfer]'")
+        pytest.skip(f"flashinfer is not installed ({error}): pip install -e '.[flashinfer]'")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -293,7 +293,7 @@ def test_what_it_can_do_is_not(device: str, dtype: str, head_dim: int) -> None:
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(FlashInferUnavailable, match=r"`flashinfer`: pip install 'drafthouse\[flashinfer\]'"):
+    with pytest.raises(FlashInferUnavailable, match=r"`flashinfer`: pip install -e '\.\[flashinfer\]'"):
         load_flashinfer(CUDA)
     with pytest.raises(ResourceError, match=r"attention_backend flashinfer: it needs the package"):
         choose_backend("flashinfer", device=CUDA, dtype=torch.bfloat16, layers=[LAYER], max_context=64)

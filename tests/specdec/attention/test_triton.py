@@ -165,7 +165,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "specdec.attention.triton_kernels", raising=False)
-    with pytest.raises(TritonUnavailable, match=r"pip install 'drafthouse\[cuda\]'"):
+    with pytest.raises(TritonUnavailable, match=r"pip install -e '\.\[cuda\]'"):
         TritonPagedAttention(CPU, max_context=64)
 
 

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("triton") is None,
-        reason="the package triton is not installed (pip install 'drafthouse[cuda]')",
+        reason="the package triton is not installed (pip install -e '.[cuda]')",
     ),
 ]
 

@@ -346,7 +346,7 @@ def test_without_torchao(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.model.loader.require_torchao", quantization.require_torchao)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("specdec.model.loader.open_checkpoint", None)  # before anything is read
-    with pytest.raises(ConfigError, match=r"quantization: int8 needs torchao.*drafthouse\[quantization\]"):
+    with pytest.raises(ConfigError, match=r"quantization: int8 needs torchao.*-e '\.\[quantization\]'"):
         load(folder, quantization="int8")
 
 

@@ -89,7 +89,7 @@ def test_no_triton(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ModuleNotFoundError(name=name)
 
     monkeypatch.setattr("importlib.import_module", lambda _: missing("triton"))
-    with pytest.raises(ResourceError, match=r"drafthouse\[cuda\].*leave batch_invariant out"):
+    with pytest.raises(ResourceError, match=r"pip install -e '\.\[cuda\]'.*leave batch_invariant out"):
         choose.invariant_forward(config(folder), torch.device("cuda"), torch.bfloat16)
 
 
