@@ -37,25 +37,21 @@ def finished(
     )
 
 
-def decoded(num_tokens: int, first_index: int = 1) -> RequestOutput:
+def decoded(
+    num_tokens: int, first_index: int = 1, finish_reason: FinishReason | None = None
+) -> RequestOutput:
     return RequestOutput(
         request_id=RequestId("r"),
         epoch=Epoch(0),
         first_index=first_index,
         token_ids=(1,) * num_tokens,
         text="",
+        finish_reason=finish_reason,
     )
 
 
 def ended_without_a_token(finish_reason: FinishReason) -> RequestOutput:
-    return RequestOutput(
-        request_id=RequestId("r"),
-        epoch=Epoch(0),
-        first_index=0,
-        token_ids=(),
-        text="",
-        finish_reason=finish_reason,
-    )
+    return decoded(0, first_index=0, finish_reason=finish_reason)
 
 
 def note(
