@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Self
 
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics.engine_metrics import EngineMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

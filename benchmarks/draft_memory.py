@@ -26,7 +26,7 @@ import typer
 
 from benchmarks.report import progress_bar, report_headlines, write_results
 from specdec.core.ids import RequestId
-from specdec.engine.draft_profiling import MadeUpSequence
+from specdec.engine.profiling.drafts import MadeUpSequence
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model_factory import load_draft_model

@@ -46,7 +46,7 @@ from benchmarks.report import progress_bar, report_headlines, write_results
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.local_target import LocalTarget
+from specdec.engine.targets.local_target import LocalTarget
 from specdec.kv.block_table import num_blocks_for
 from specdec.kv.pool import FIRST_BLOCK
 from specdec.kv.selection import KvSelectionConfig

@@ -24,8 +24,8 @@ from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import KeyPair, ZmqChannel
 
 if TYPE_CHECKING:
-    from specdec.engine.draft_server import DraftServer
-    from specdec.engine.target_server import TargetServer
+    from specdec.engine.draft_pool.server import DraftServer
+    from specdec.engine.targets.target_server import TargetServer
     from specdec.model.runner import ModelRunner
 
 Role = Literal["target", "draft"]
@@ -137,11 +137,11 @@ class TwoGroups:
         Raises:
             GroupDied: a process ended instead.
         """
+        from specdec.engine.draft_pool.remote_proposer import RemoteProposer
         from specdec.engine.engine import Engine
-        from specdec.engine.remote_proposer import RemoteProposer
-        from specdec.engine.remote_target import RemoteTarget
         from specdec.engine.synthetic import SyntheticTarget
-        from specdec.engine.tokenizer import build_tokenizer
+        from specdec.engine.targets.remote_target import RemoteTarget
+        from specdec.engine.text.tokenizer import build_tokenizer
         from specdec.proposers.base import ProposerCapabilities
 
         self.controller = ChosenController()
@@ -248,9 +248,9 @@ def _make_server(
     from specdec.core.idle_work import idle_work_of
     from specdec.engine.build_drafter import build_draft_proposer
     from specdec.engine.build_target import build_target
-    from specdec.engine.draft_server import DraftServer
-    from specdec.engine.local_target import LocalTarget
-    from specdec.engine.target_server import TargetServer
+    from specdec.engine.draft_pool.server import DraftServer
+    from specdec.engine.targets.local_target import LocalTarget
+    from specdec.engine.targets.target_server import TargetServer
     from specdec.model.runner import ModelRunner
     from specdec.proposers.draft_model import DraftModelProposer
 

@@ -15,8 +15,8 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import EngineParts, build_parts
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.rank_leader import LeadingTarget
+from specdec.engine.ranks.leader import LeadingTarget
+from specdec.engine.targets.local_target import LocalTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.core.errors import UserError
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.text.tokenizer import Tokenizer
 from training.corpus import load_corpus
 
 _STEP_SHARES = (1, 2, 4, 8)

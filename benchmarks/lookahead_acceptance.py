@@ -31,8 +31,8 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.target import Target
-from specdec.engine.tokenizer import build_tokenizer
+from specdec.engine.targets.target import Target
+from specdec.engine.text.tokenizer import build_tokenizer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts

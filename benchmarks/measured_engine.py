@@ -13,7 +13,7 @@ from specdec.core.sequence import TokenConstraint
 from specdec.engine.build import build_parts
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of
-from specdec.engine.local_target import LocalTarget
+from specdec.engine.targets.local_target import LocalTarget
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer

@@ -39,7 +39,7 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.model.tokenizer import load_tokenizer
 
 _TIMEOUT_S = 600.0

@@ -12,9 +12,9 @@ from cluster.affinity import RoutingConfig
 from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig, initial_number
 from cluster.inventory import ACCELERATOR_PREFIX, NODE_ID_LABEL
 from specdec.core.config import StrictConfig
-from specdec.engine.draft_patience import DraftDeadlineConfig
-from specdec.engine.draft_placement import DraftPlacementConfig
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.placement import DraftPlacementConfig
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.transport.config import ChannelConfig
 
 _ACCELERATOR_SHARE = 0.001

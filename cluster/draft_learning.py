@@ -26,7 +26,7 @@ from workers.online_trainer import PackedVersion, TrainerReport
 
 if TYPE_CHECKING:
     from cluster.worker_handle import WorkerHandle
-    from specdec.engine.text_tap import LearnableText
+    from specdec.engine.draft_pool.text_tap import LearnableText
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import DrafthouseError, TransportError
 from specdec.core.outputs import RequestOutput
 from specdec.engine.engine import Engine
-from specdec.engine.status import StatusKeeper
+from specdec.engine.metrics.status import StatusKeeper
 from specdec.transport.base import ChannelCounters
 from specdec.transport.status import DraftLinkStatus
 

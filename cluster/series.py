@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from specdec.core.series import Series, name_of
-from specdec.engine.series import ENGINE_SERIES
+from specdec.engine.metrics.series import ENGINE_SERIES
 from specdec.transport.base import PeerId
 
 OF_EACH_GROUP = (

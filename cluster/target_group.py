@@ -22,13 +22,13 @@ from specdec.core.idle_work import WorkState
 from specdec.engine.build import kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of, drafters_of, modes_of
-from specdec.engine.draft_messages import longest_message_bytes
+from specdec.engine.draft_pool.hidden_routing import HiddenRouting
+from specdec.engine.draft_pool.message_lengths import longest_message_bytes
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 from specdec.engine.engine import Engine
-from specdec.engine.hidden_routing import HiddenRouting
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.synthetic import require_real
-from specdec.engine.tokenizer import Tokenizer, build_tokenizer
+from specdec.engine.targets.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.text.tokenizer import Tokenizer, build_tokenizer
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.registry import create_each, create_proposer, with_fallback

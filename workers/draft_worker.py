@@ -12,7 +12,7 @@ import ray
 
 from specdec.core.idle_work import WorkState, idle_work_of, state_of
 from specdec.engine.config import EngineConfig
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.transport.base import PeerAddress, PeerId
 from workers.idle_runner import IdleRunner, run_at_start
 from workers.process import (
@@ -29,8 +29,8 @@ from workers.rank_worker import lead_ranks, threads_per_rank
 if TYPE_CHECKING:
     import torch
 
-    from specdec.engine.hidden_inbox import HiddenInbox
-    from specdec.engine.text_tap import LearnableText
+    from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
+    from specdec.engine.draft_pool.text_tap import LearnableText
     from specdec.proposers.base import Proposer
     from specdec.proposers.heads_factory import LoadedDrafter
     from specdec.transport.base import TensorChannel
@@ -77,8 +77,8 @@ class DraftWorkerProcess:
             build_draft_proposer,
             build_remote_heads,
         )
-        from specdec.engine.draft_server import DraftServer
-        from specdec.engine.text_tap import TextTap
+        from specdec.engine.draft_pool.server import DraftServer
+        from specdec.engine.draft_pool.text_tap import TextTap
         from specdec.model.devices import device_name, resolve_device
         from specdec.transport.nccl import nccl_lanes
         from specdec.transport.zmq import ZmqChannel
@@ -239,7 +239,7 @@ def _hidden_inbox(
     heads: LoadedDrafter, memory_bytes: int, channel: TensorChannel, device: torch.device | None
 ) -> HiddenInbox:
     """Rows that come to a GPU stay there (`device`), for it is there that they are read."""
-    from specdec.engine.hidden_inbox import HiddenInbox
+    from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
 
     return HiddenInbox(
         channel,

@@ -17,7 +17,7 @@ from specdec.transport.status import OnlineStatus
 from workers.process import ServingThread, prepare_logging, prepare_threads, settle_memory
 
 if TYPE_CHECKING:
-    from specdec.engine.text_tap import LearnableText
+    from specdec.engine.draft_pool.text_tap import LearnableText
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from specdec.engine.config import EngineConfig
 from workers.process import give_way, prepare_logging, prepare_threads, require_own_gpus_used
 
 if TYPE_CHECKING:
-    from specdec.engine.rank_follower import Role
+    from specdec.engine.ranks.follower import Role
     from specdec.model.parallel.group import RankGroup, RankSpec
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class RankWorkerProcess:
     def _run(self, role: Role, config: EngineConfig, rank: int, size: int, store: tuple[str, int]) -> None:
         give_way()
         try:
-            from specdec.engine.rank_follower import follow
+            from specdec.engine.ranks.follower import follow
             from specdec.model.parallel.group import RankGroup
 
             spec = _spec(rank, size, store, own_host(store[0]))
@@ -149,7 +149,7 @@ def _spec(rank: int, size: int, store: tuple[str, int], host: str) -> RankSpec:
 
 def _device(role: Role, config: EngineConfig) -> Any:
     """Ray shows each actor the GPUs of its bundle only: the first is this rank's."""
-    from specdec.engine.rank_launch import rank_devices
+    from specdec.engine.ranks.launch import rank_devices
 
     return rank_devices(_device_name(role, config), 1)[0]
 

@@ -25,8 +25,8 @@ from workers.progress import StartListener, StartProgress
 from workers.rank_worker import lead_ranks, threads_per_rank
 
 if TYPE_CHECKING:
-    from specdec.engine.hidden_sender import HiddenSender
-    from specdec.engine.kept_rows import KeptRows
+    from specdec.engine.targets.hidden_sender import HiddenSender
+    from specdec.engine.targets.kept_rows import KeptRows
     from specdec.transport.base import TensorChannel
     from specdec.transport.lane_choice import TensorLane
     from specdec.transport.zmq import ZmqOptions
@@ -63,7 +63,7 @@ class TargetWorkerProcess:
         num_threads = prepare_threads(threads_per_rank(config.target.num_threads, 1 + len(other_ranks)))
         # Only now, since OpenMP reads its settings when torch is loaded.
         from specdec.engine.build_target import build_target
-        from specdec.engine.target_server import TargetServer
+        from specdec.engine.targets.target_server import TargetServer
         from specdec.model.devices import resolve_device
         from specdec.transport.nccl import nccl_lanes
         from specdec.transport.zmq import ZmqChannel
@@ -134,7 +134,7 @@ class TargetWorkerProcess:
 
 
 def _hidden_sender(kept: KeptRows | None, channel: TensorChannel) -> HiddenSender:
-    from specdec.engine.hidden_sender import HiddenSender
+    from specdec.engine.targets.hidden_sender import HiddenSender
 
     assert kept is not None, "a target keeps what heads in draft workers read"
     return HiddenSender(channel, kept)

@@ -16,7 +16,7 @@ from benchmarks.simulation.group import Group, GroupLimits
 from benchmarks.simulation.hardware import Hardware
 from benchmarks.simulation.traffic import CHAT, LoadStep, SimulatedRequest, Source, Trace, arrival_times
 from specdec.core.ids import RequestId
-from specdec.engine.draft_placement import DraftPlacementConfig
+from specdec.engine.draft_pool.placement import DraftPlacementConfig
 from specdec.scheduling.speculation.controller import SpeculationController
 
 MakeController = Callable[[], SpeculationController]

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.simulation.clock import EventQueue
 from benchmarks.simulation.hardware import Hardware
 from specdec.core.ids import RequestId
-from specdec.engine.draft_shares import DraftShareConfig, fair_batch
+from specdec.engine.draft_pool.shares import DraftShareConfig, fair_batch
 from specdec.transport.base import PeerId
 
 _LONG_UNSEEN = 64

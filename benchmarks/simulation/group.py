@@ -1,4 +1,4 @@
-"""A target group with its coordinator: the loop of `specdec.engine.round`, as events.
+"""A target group with its coordinator: the loop of `specdec.engine.rounds.round`, as events.
 
 Planning, k, mode, fan-out, order of service, memory and draft deadlines are the engine's own code; every
 round of every group is planned and played. Left out: prefix caches, grammars, priorities, cancellation.
@@ -23,8 +23,8 @@ from benchmarks.simulation.traffic import SimulatedRequest
 from benchmarks.simulation.verdicts import Ints, VerdictRound, play_round
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
-from specdec.engine.draft_patience import DraftDeadlineConfig
-from specdec.engine.draft_placement import DraftPlacementConfig
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.placement import DraftPlacementConfig
 from specdec.kv.block_table import num_blocks_for
 from specdec.scheduling.queue import WaitingQueue
 from specdec.scheduling.scheduler import plan_round

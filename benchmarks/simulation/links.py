@@ -9,9 +9,9 @@ from benchmarks.simulation.clock import EventQueue
 from benchmarks.simulation.drafter import DraftReply, DraftWorker
 from benchmarks.simulation.traffic import SimulatedRequest
 from specdec.core.ids import RequestId
-from specdec.engine.draft_patience import DraftDeadlineConfig
-from specdec.engine.draft_placement import DraftPlacementConfig
-from specdec.engine.draft_registry import DraftLink, DraftRegistry, Registration
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.placement import DraftPlacementConfig
+from specdec.engine.draft_pool.registry import DraftLink, DraftRegistry, Registration
 from specdec.transport.base import PeerId
 
 

@@ -40,7 +40,7 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
 from specdec.core.request import Request, Resumption
 from specdec.engine.service import GenerationService
-from specdec.engine.text_stream import StreamLimits, TextStream
+from specdec.engine.text.text_stream import StreamLimits, TextStream
 
 HEADER = "Last-Event-ID"
 _END = "end"

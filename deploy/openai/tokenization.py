@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from specdec.core.errors import CapacityError, CheckpointError, InputError
-from specdec.engine.tokenizer import special_ids_of
+from specdec.engine.text.tokenizer import special_ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,8 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.engine.engine import Engine
-from specdec.engine.status import StatusKeeper
-from specdec.engine.text_stream import Finish
+from specdec.engine.metrics.status import StatusKeeper
+from specdec.engine.text.text_stream import Finish
 from specdec.kv.selection import WrittenBudget
 from specdec.transport.status import ServiceStatus
 

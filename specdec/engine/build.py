@@ -12,8 +12,8 @@ from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import build_controller, drafters_of
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, require_real
-from specdec.engine.target import Target
-from specdec.engine.tokenizer import Tokenizer, build_tokenizer
+from specdec.engine.targets.target import Target
+from specdec.engine.text.tokenizer import Tokenizer, build_tokenizer
 from specdec.kv.selection import KvBudgets, budgets_of
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer

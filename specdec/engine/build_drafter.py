@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec.engine.config import EngineConfig
-from specdec.engine.tokenizer import build_tokenizer
+from specdec.engine.text.tokenizer import build_tokenizer
 from specdec.proposers.base import Proposer
 from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
@@ -15,7 +15,7 @@ from specdec.proposers.target_facts import TargetFacts
 # Loading torch and transformers takes seconds and hundreds of megabytes: a coordinator, which has neither
 # model in its process, never does, and so they are imported where a model is built.
 if TYPE_CHECKING:
-    from specdec.engine.draft_grammar import DraftGrammars
+    from specdec.engine.draft_pool.grammar import DraftGrammars
     from specdec.model.parallel.group import RankGroup
     from specdec.proposers.draft_model import DraftModelProposer
     from specdec.proposers.heads_factory import LoadedDrafter
@@ -33,8 +33,8 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
     speculative = config.speculative_config
     if speculative.draft_tensor_parallel_size == 1 and ranks is None:
         return create_proposer(speculative, _facts_of_folder(config))
-    from specdec.engine.rank_launch import leading
-    from specdec.engine.rank_leader import LeadingProposer
+    from specdec.engine.ranks.launch import leading
+    from specdec.engine.ranks.leader import LeadingProposer
 
     if ranks is None:
         from specdec.model.on_paper import check_servable
@@ -82,7 +82,7 @@ def build_draft_grammars(config: EngineConfig) -> DraftGrammars:
     Raises:
         CheckpointError: the target's folder is not as it should be.
     """
-    from specdec.engine.draft_grammar import DraftGrammars
+    from specdec.engine.draft_pool.grammar import DraftGrammars
     from specdec.model.facts import read_facts
     from specdec.sampling.grammar import GrammarCompiler
 
@@ -129,7 +129,7 @@ def longest_draft_message(config: EngineConfig) -> int | None:
     Raises:
         CheckpointError: the target's folder is not as it should be.
     """
-    from specdec.engine.draft_messages import longest_message_bytes
+    from specdec.engine.draft_pool.message_lengths import longest_message_bytes
     from specdec.model.facts import read_facts
 
     facts = read_facts(config.target)

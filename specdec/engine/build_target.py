@@ -18,8 +18,8 @@ from specdec.verification.registry import make_rule
 # model in its process, never does, and so they are imported where a model is built.
 if TYPE_CHECKING:
     from specdec.core.idle_work import IdleWork
-    from specdec.engine.local_target import LocalTarget
-    from specdec.engine.rank_leader import LeadingTarget
+    from specdec.engine.ranks.leader import LeadingTarget
+    from specdec.engine.targets.local_target import LocalTarget
     from specdec.model.loader import LoadedModel
     from specdec.model.parallel.group import RankGroup
     from specdec.model.runner import ModelRunner
@@ -48,8 +48,8 @@ def build_target(
     config = seen_at_target(config)
     if config.target.num_ranks == 1 and ranks is None:
         return _build_whole_target(config, progress, reserved_bytes, takes_trees=takes_trees)
-    from specdec.engine.rank_launch import leading
-    from specdec.engine.rank_leader import LeadingTarget
+    from specdec.engine.ranks.launch import leading
+    from specdec.engine.ranks.leader import LeadingTarget
 
     if ranks is None:
         from specdec.model.on_paper import check_servable
@@ -75,8 +75,8 @@ def build_target_part(
         UserError: as `build_parts`; in all ranks.
         TransportError: another rank died.
     """
-    from specdec.engine.local_target import LocalTarget
-    from specdec.engine.stage_target import StageTarget
+    from specdec.engine.targets.local_target import LocalTarget
+    from specdec.engine.targets.stage_target import StageTarget
     from specdec.model.acceleration import settle
     from specdec.model.hidden_taps import places_of
     from specdec.model.loader import load_model
@@ -119,7 +119,7 @@ def build_target_part(
 def _build_whole_target(
     config: EngineConfig, progress: LoadProgress | None, reserved_bytes: int, *, takes_trees: bool
 ) -> LocalTarget:
-    from specdec.engine.local_target import LocalTarget
+    from specdec.engine.targets.local_target import LocalTarget
     from specdec.model.acceleration import accelerate, attention_of, later_bytes, packed_by
     from specdec.model.loader import load_model
     from specdec.model.runner import ModelRunner

@@ -14,9 +14,9 @@ from specdec.core.control_groups import usable_cpus
 from specdec.core.description import TargetDescription
 from specdec.core.errors import ConfigError
 from specdec.engine.config import EngineConfig
-from specdec.engine.profile_plan import ProfilePlan
-from specdec.engine.profiling import ProfileProgress, drafts_anything, measure_profile
-from specdec.engine.target import Target
+from specdec.engine.profiling.plan import ProfilePlan
+from specdec.engine.profiling.rounds import ProfileProgress, drafts_anything, measure_profile
+from specdec.engine.targets.target import Target
 from specdec.kv.selection import TokenBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig

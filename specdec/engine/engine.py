@@ -27,17 +27,17 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import EngineParts, build_parts
 from specdec.engine.config import EngineConfig
-from specdec.engine.deadlines import Deadlines
-from specdec.engine.live_request import LiveRequest
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics.engine_metrics import EngineMetrics
+from specdec.engine.metrics.recent_share import RecentShare
 from specdec.engine.offline import GenerationResult, Prompt, generate
-from specdec.engine.preparation import Preparation
-from specdec.engine.recent_share import RecentShare
-from specdec.engine.roster import Roster
-from specdec.engine.round import RoundLoop
-from specdec.engine.target import Target
-from specdec.engine.text_stream import Finish, StreamLimits, TextStream
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.requests.deadlines import Deadlines
+from specdec.engine.requests.live_request import LiveRequest
+from specdec.engine.requests.preparation import Preparation
+from specdec.engine.requests.roster import Roster
+from specdec.engine.rounds.round import RoundLoop
+from specdec.engine.targets.target import Target
+from specdec.engine.text.text_stream import Finish, StreamLimits, TextStream
+from specdec.engine.text.tokenizer import Tokenizer
 from specdec.kv.selection import KvBudgets, WrittenBudget
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.base import Proposer, counters_of

@@ -8,7 +8,7 @@ from typing import Protocol
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.engine.target import TargetDescription
+from specdec.engine.targets.target import TargetDescription
 from specdec.transport.status import ServiceStatus
 
 

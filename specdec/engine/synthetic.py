@@ -17,8 +17,8 @@ from specdec.core.idle_work import IdleWork, idle_work_of
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep, TargetWork, WorkResult
 from specdec.engine.config import EngineConfig
-from specdec.engine.target import Target
-from specdec.engine.tokenizer import Tokenizer
+from specdec.engine.targets.target import Target
+from specdec.engine.text.tokenizer import Tokenizer
 from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.sampling.made_up import NUM_TOKENS, guess
 from specdec.sampling.noise import uniform

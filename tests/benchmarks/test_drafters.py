@@ -31,7 +31,7 @@ from benchmarks.report import PairedRatio, progress_bar, to_plain
 from benchmarks.steady import Batch, Counted, decode_tokens, read
 from benchmarks.tensor_memory import live_tensor_bytes
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.config import Method
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lookahead_acceptance import SETTINGS, PassCounter, headlines, prompts_by_class, summarise
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.targets.toy_target import ToyTarget
 from tests.specdec.engine.toy_engines import GREEDY, MODEL, OracleProposer, request, run, toy_engine
 
 

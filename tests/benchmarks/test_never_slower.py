@@ -30,7 +30,7 @@ from benchmarks.report import PairedRatio, to_plain
 from benchmarks.steady import SPARE_TOKENS, Batch, Counted, decode_for, read
 from benchmarks.turns import LIMIT, Turns
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, make_proposer

@@ -43,8 +43,8 @@ from benchmarks.simulation.traffic import (
 from benchmarks.simulation.verdicts import GUESS_RATES, play_round
 from specdec.core.errors import UserError
 from specdec.core.ids import RequestId
-from specdec.engine.draft_placement import DraftPlacementConfig
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.placement import DraftPlacementConfig
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.scheduling.speculation.modes import OverlapMode
 
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")

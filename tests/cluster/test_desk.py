@@ -20,7 +20,7 @@ from specdec.core.outputs import FinishReason, RequestOutput, RequestStats, Toke
 from specdec.core.request import Request, Resumption
 from specdec.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.messages import (

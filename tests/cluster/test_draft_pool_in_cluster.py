@@ -17,7 +17,7 @@ from cluster.config import (
 )
 from specdec.core.request import Request
 from specdec.engine.config import EngineConfig
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import deployed_on_ray

@@ -21,7 +21,7 @@ from specdec.core.plan import TargetStep
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.transport.base import ChannelCounters, Envelope, PeerId
 from specdec.transport.messages import Abort, Message, OutputFrame, Refused, SubmitRequest

@@ -16,9 +16,9 @@ from tests.cluster.test_running_cluster import Streams, metric, with_service
 from tests.quantizer import HAS_TORCHAO
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, Place, Shape
+from tests.specdec.engine.targets.test_target_drafting import Bench
 from tests.specdec.engine.test_every_drafter import Wanted, wanted
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import Bench
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

@@ -35,7 +35,7 @@ from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.ngram import NgramProposer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.base import Envelope, PeerId

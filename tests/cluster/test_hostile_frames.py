@@ -33,8 +33,8 @@ from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import KeyPair, ZmqChannel
 from tests.cluster.test_client import Directory
 from tests.cluster.test_shared_metrics import OPEN, REQUESTS
-from tests.specdec.engine.test_draft_server import Bench, draft_model, entry, expected
-from tests.specdec.engine.test_remote_target import World, step
+from tests.specdec.engine.draft_pool.test_server import Bench, draft_model, entry, expected
+from tests.specdec.engine.targets.test_remote_target import World, step
 from tests.specdec.engine.toy_engines import toy_engine
 from tests.specdec.transport.test_messages import EXAMPLES
 from tests.specdec.transport.test_zmq import raw_dealer

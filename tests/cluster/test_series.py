@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.series import CLUSTER_SERIES, OF_EACH_GROUP, counted_from_zero, of_each_group
 from specdec.core.series import combine, name_of
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.transport.base import PeerId
 
 

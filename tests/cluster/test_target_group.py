@@ -18,7 +18,7 @@ from cluster.directory import Member
 from cluster.target_group import TargetGroup
 from specdec.core.errors import TransportError
 from specdec.engine.config import EngineConfig
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.config import ChannelConfig

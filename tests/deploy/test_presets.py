@@ -12,7 +12,7 @@ from deploy.config_file import load_config
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.model.config import CompileConfig
 from specdec.proposers.config import SpeculativeConfig
 

@@ -14,7 +14,7 @@ import torch
 from specdec.core.control_groups import usable_cpus
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import ZmqOptions
 from workers import draft_worker, rank_worker, target_worker

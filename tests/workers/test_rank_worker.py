@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayError
 
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
-from specdec.engine.rank_follower import Role
+from specdec.engine.ranks.follower import Role
 from specdec.model.parallel import group, heartbeat
 from workers import rank_worker
 from workers.rank_worker import lead_ranks

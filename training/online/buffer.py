@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
-from specdec.engine.text_tap import LearnableText
+from specdec.engine.draft_pool.text_tap import LearnableText
 from specdec.proposers.online_config import OnlineConfig
 
 

@@ -21,8 +21,8 @@ from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.config import EngineConfig
+from specdec.engine.draft_pool.text_tap import TextTap
 from specdec.engine.engine import Engine
-from specdec.engine.text_tap import TextTap
 from specdec.model.renewal import StagedWeights
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.draft_model import DraftModelProposer

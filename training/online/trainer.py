@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from specdec.engine.text_tap import LearnableText
+from specdec.engine.draft_pool.text_tap import LearnableText
 from specdec.proposers.online_config import OnlineConfig
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import TokenChooser

@@ -24,8 +24,8 @@ from deploy.openai.settings import DoorSettings
 from specdec.core.error_codes import TIMED_OUT
 from specdec.core.errors import UserError
 from specdec.core.sampling_params import SamplingDefaults
-from specdec.engine import local_target
 from specdec.engine.engine import Engine
+from specdec.engine.targets import local_target
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 from tests.deploy.openai.live import live_server
 

@@ -16,8 +16,8 @@ from typing import NoReturn
 import msgspec
 
 from specdec.core.clock import ManualClock
-from specdec.engine.draft_server import DraftServer
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.server import DraftServer
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.zmq import ZmqChannel
 from tests.specdec.engine.remote_cluster import ToyDrafter

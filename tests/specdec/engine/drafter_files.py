@@ -9,7 +9,7 @@ import torch
 
 from tests.architectures import make_tokenizer, save_model
 from tests.specdec.engine.fitted_drafters import FittedDrafters
-from tests.specdec.engine.test_target_drafting import Bench
+from tests.specdec.engine.targets.test_target_drafting import Bench
 
 
 class DrafterFiles:

@@ -25,9 +25,9 @@ from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
 from tests.specdec.engine.linear_heads import hidden_of
+from tests.specdec.engine.targets.test_target_drafting import PROMPTS, Bench
 from tests.specdec.engine.test_head_layers import NUM_HEADS
 from tests.specdec.engine.test_head_layers import fit as fit_heads
-from tests.specdec.engine.test_target_drafting import PROMPTS, Bench
 
 
 def fit(

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, load_model

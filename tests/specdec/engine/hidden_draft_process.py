@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from specdec.engine.draft_server import DraftServer
-from specdec.engine.hidden_inbox import HiddenInbox
+from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
+from specdec.engine.draft_pool.server import DraftServer
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.torch_dist import TorchDistChannel
 from specdec.transport.zmq import ZmqChannel

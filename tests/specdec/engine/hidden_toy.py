@@ -11,7 +11,7 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep, TargetWork, WorkResult
 from specdec.core.proposal import Proposal
 from specdec.core.sequence import SequenceView
-from specdec.engine.toy_target import ToyTarget, slot_value
+from specdec.engine.targets.toy_target import ToyTarget, slot_value
 from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.hidden import HiddenSource
 from specdec.sampling.noise import MASK_64

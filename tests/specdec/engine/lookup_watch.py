@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.engine.drafting import Drafting
+from specdec.engine.rounds.drafting import Drafting
 from specdec.proposers.lookup_first import LookupFirst
 
 

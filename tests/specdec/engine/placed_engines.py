@@ -14,17 +14,17 @@ from specdec.engine.build_drafter import build_draft_proposer, build_remote_head
 from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, drafters_of
-from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
+from specdec.engine.draft_pool.hidden_routing import HiddenRouting
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.server import DraftServer
 from specdec.engine.engine import Engine
-from specdec.engine.hidden_inbox import HiddenInbox
-from specdec.engine.hidden_routing import HiddenRouting
-from specdec.engine.hidden_sender import HiddenSender
-from specdec.engine.rank_follower import follow
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget
-from specdec.engine.target import Target
-from specdec.engine.target_server import TargetServer
-from specdec.engine.tokenizer import build_tokenizer
+from specdec.engine.ranks.follower import follow
+from specdec.engine.targets.hidden_sender import HiddenSender
+from specdec.engine.targets.remote_target import RemoteTarget
+from specdec.engine.targets.target import Target
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.text.tokenizer import build_tokenizer
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig

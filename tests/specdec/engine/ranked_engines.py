@@ -23,9 +23,9 @@ from specdec.engine.build_target import build_target, build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.offline import choice_requests
-from specdec.engine.rank_follower import follow
-from specdec.engine.rank_leader import LeadingTarget
-from specdec.engine.tokenizer import build_tokenizer
+from specdec.engine.ranks.follower import follow
+from specdec.engine.ranks.leader import LeadingTarget
+from specdec.engine.text.tokenizer import build_tokenizer
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig

@@ -13,14 +13,14 @@ from specdec.core.proposal import MAX_DRAFT_TOKENS, Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.engine.draft_server import DraftServer
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.server import DraftServer
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.engine import Engine
-from specdec.engine.judge import Judge
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
-from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.judge import Judge
+from specdec.engine.targets.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.lookup_first import LookupFirst

@@ -12,8 +12,8 @@ from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build_drafter import build_draft_grammars, build_draft_part
 from specdec.engine.config import EngineConfig
-from specdec.engine.rank_follower import follow_drafter
-from specdec.engine.rank_leader import LeadingProposer
+from specdec.engine.ranks.follower import follow_drafter
+from specdec.engine.ranks.leader import LeadingProposer
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.base import AheadWish, LooksAhead

@@ -18,7 +18,7 @@ from specdec.core.request import Request
 from specdec.engine import async_engine
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.targets.toy_target import ToyTarget
 from tests.specdec.engine.toy_engines import (
     GREEDY,
     MODEL,

@@ -12,9 +12,9 @@ from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.draft_shares import DraftShareConfig
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.draft_pool.shares import DraftShareConfig
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyTarget
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.batch import SequenceSlice
 from specdec.proposers.base import Proposer
@@ -23,8 +23,8 @@ from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
+from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, sequence
 from tests.specdec.engine.remote_cluster import MODEL, OTHER_MODEL, VOCAB, Cluster, expected
-from tests.specdec.engine.test_remote_proposer import budgets, sequence
 from tests.specdec.engine.test_remote_schedules import random_faults
 
 BUDGET, SINK, PIECE, BLOCK = 16, 4, 8, 4

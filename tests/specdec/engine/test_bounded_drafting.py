@@ -12,10 +12,10 @@ import pytest
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.tokenizer import HuggingFaceTokenizer
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, ToyTarget
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, ModelConfig

@@ -15,9 +15,9 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import build_parts, draft_bytes
 from specdec.engine.config import EngineConfig
-from specdec.engine.draft_profiling import MadeUpSequence
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
+from specdec.engine.profiling.drafts import MadeUpSequence
+from specdec.engine.targets.local_target import LocalTarget
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer

@@ -21,9 +21,9 @@ from specdec.engine.build_drafter import build_draft_proposer, longest_draft_mes
 from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 from specdec.engine.engine import Engine
-from specdec.engine.profiling import measure_profile
-from specdec.engine.remote_proposer import RemoteProposer
+from specdec.engine.profiling.rounds import measure_profile
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
@@ -224,7 +224,9 @@ def test_costs_are_measured_once_and_kept(
     start("b")
     assert len(measured) == 3
     assert measured[0] == measured[2] != measured[1]
-    monkeypatch.setattr("specdec.engine.local_target.device_name", lambda device: "cuda of another kind")
+    monkeypatch.setattr(
+        "specdec.engine.targets.local_target.device_name", lambda device: "cuda of another kind"
+    )
     start("a")
     start("a")
     assert len(measured) == 4

@@ -12,10 +12,10 @@ from specdec.core.clock import MonotonicClock
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.draft_patience import DraftDeadlineConfig, DraftPatience
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.timed_controller import TimedController
-from specdec.engine.toy_runner import ToyRunner
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig, DraftPatience
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.rounds.timed_controller import TimedController
+from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
@@ -24,10 +24,10 @@ from specdec.scheduling.speculation.controller import FixedController, RoundObse
 from specdec.scheduling.state import Schedulable
 from specdec.transport.memory import Faults
 from tests.specdec.engine import toy_engines
+from tests.specdec.engine.draft_pool.test_remote_proposer import FreeSequence, budgets, scripted, sequence
+from tests.specdec.engine.draft_pool.test_server import Bench, entry
 from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster, a_request
-from tests.specdec.engine.test_draft_server import Bench, entry
 from tests.specdec.engine.test_look_ahead import wish
-from tests.specdec.engine.test_remote_proposer import FreeSequence, budgets, scripted, sequence
 
 
 def runner(num_blocks: int = 1024) -> ToyRunner:

@@ -12,8 +12,8 @@ from specdec.core.errors import TransportError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.rank_follower import follow
-from specdec.engine.rank_leader import LeadingTarget
+from specdec.engine.ranks.follower import follow
+from specdec.engine.ranks.leader import LeadingTarget
 from specdec.model.config import CompileConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.parallel.group import RankGroup

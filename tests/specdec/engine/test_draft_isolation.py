@@ -17,11 +17,11 @@ from specdec.core.ids import RequestId, owned_id, owner_of
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.draft_grammar import DraftGrammars
-from specdec.engine.draft_server import DraftServer, sequence_name
-from specdec.engine.draft_shares import DraftShareConfig, equal_share, fair_batch
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel
+from specdec.engine.draft_pool.grammar import DraftGrammars
+from specdec.engine.draft_pool.server import DraftServer, sequence_name
+from specdec.engine.draft_pool.shares import DraftShareConfig, equal_share, fair_batch
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.sampler import Sampler
 from specdec.transport.base import PeerId
@@ -288,7 +288,7 @@ def test_large_messages_of_one_cost_the_others_a_bounded_time_and_no_memory(
         return extend_prefix_hash(prefix_hash, token_ids)
 
     monkeypatch.setattr("specdec.transport.memory.decode", counted_decode)
-    monkeypatch.setattr("specdec.engine.draft_server.extend_prefix_hash", counted_hash)
+    monkeypatch.setattr("specdec.engine.draft_pool.server.extend_prefix_hash", counted_hash)
     pool = Pool()
     megabyte = 1 << 20
     text, sent = [1, 2, 3], 0
@@ -341,7 +341,7 @@ def test_who_is_no_coordinator_any_more_is_not_remembered() -> None:
 
 def test_without_turns_the_flood_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: batches as large, in the order of the coordinators' names."""
-    import specdec.engine.draft_server as module
+    import specdec.engine.draft_pool.server as module
 
     def by_name(queues: Sequence[Sequence[tuple[module._Wish, float]]]) -> list[module._Wish]:
         return sorted((wish for queue in queues for wish, _ in queue), key=lambda wish: wish.coordinator)[:8]

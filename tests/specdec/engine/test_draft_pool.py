@@ -11,10 +11,10 @@ from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep
 from specdec.core.request import Request
-from specdec.engine.draft_shares import DraftShareConfig
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.shares import DraftShareConfig
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyTarget
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.sampler import Sampler
@@ -22,6 +22,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
 from tests.pairwise import mostly_full
+from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, sequence
 from tests.specdec.engine.remote_cluster import (
     CAPABILITIES,
     MODEL,
@@ -32,7 +33,6 @@ from tests.specdec.engine.remote_cluster import (
     reasons,
 )
 from tests.specdec.engine.test_look_ahead import wish
-from tests.specdec.engine.test_remote_proposer import budgets, sequence
 
 ROUND_S = 0.02
 

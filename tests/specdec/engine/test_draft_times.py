@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from specdec.core.request import Request
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.timed_controller import TimedController
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.rounds.timed_controller import TimedController
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
+from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, scripted, sequence
 from tests.specdec.engine.remote_cluster import CAPABILITIES, VOCAB, Cluster, a_request
 from tests.specdec.engine.test_look_ahead import wish
-from tests.specdec.engine.test_remote_proposer import budgets, scripted, sequence
 
 BUSY_S, WIRE_S = 0.02, 0.003
 ROUND_TRIP_S = BUSY_S + 2 * WIRE_S

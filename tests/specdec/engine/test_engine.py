@@ -19,8 +19,8 @@ from specdec.core.request import LatencyTarget
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import ABORTED, Engine
-from specdec.engine.live_request import LiveRequest
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.requests.live_request import LiveRequest
+from specdec.engine.targets.toy_target import ToyTarget
 from specdec.sampling.grammar import GrammarCompiler
 from specdec.sampling.noise import choice_seed
 from tests.specdec.engine.toy_engines import (

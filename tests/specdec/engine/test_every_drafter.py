@@ -20,16 +20,16 @@ from pydantic import ValidationError
 from specdec.core.ids import RequestId
 from specdec.core.proposal import Verdict
 from specdec.core.request import Request
-from specdec.engine import round as rounds
 from specdec.engine.engine import Engine
+from specdec.engine.rounds import round as rounds
 from specdec.proposers.registry import FACTORIES
 from specdec.sampling.noise import choice_seed
 from tests.rank_pool import Pools
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, PLACES, SHAPES, Files, Place, Shape
 from tests.specdec.engine.placed_engines import lead, over_workers
+from tests.specdec.engine.targets.test_target_drafting import KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 Kind = Literal["greedy", "sampled"]

@@ -15,9 +15,9 @@ from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.engine.metrics import EngineMetrics
-from specdec.engine.timed_controller import TimedController
-from specdec.engine.toy_target import ToyModel
+from specdec.engine.metrics.engine_metrics import EngineMetrics
+from specdec.engine.rounds.timed_controller import TimedController
+from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.base import Proposer
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.lookup_config import SuffixConfig
@@ -112,7 +112,7 @@ def test_what_stands_in_for_another_prefix_is_dropped() -> None:
 
 def test_control_what_stands_in_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: commit what was looked up instead of what the target says."""
-    import specdec.engine.round as round_module
+    import specdec.engine.rounds.round as round_module
     from specdec.core.proposal import Verdict
 
     def believe(drafted: Sequence[int], parents: None, chosen: Sequence[int]) -> Verdict:

@@ -20,9 +20,9 @@ from tests.rank_pool import Failure, Pools
 from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.linear_heads import hidden_of
 from tests.specdec.engine.lookup_watch import LookupWatch
+from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_heads import config_of, refusal, serve
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = ["eagle", "eagle3", "mtp", "mtp of three"]

@@ -29,9 +29,9 @@ from specdec.tree.static import StaticTree
 from specdec.tree.topology import ROOT
 from tests.rank_pool import Pools
 from tests.specdec.engine.linear_heads import hidden_of
+from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_heads import config_of, serve
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_HEADS = 3

@@ -20,15 +20,15 @@ from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.rank_follower import follow
+from specdec.engine.ranks.follower import follow
 from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
 from tests.pairwise import mostly_full
 from tests.rank_pool import Pools
 from tests.specdec.engine.lookup_watch import LookupWatch
 from tests.specdec.engine.ranked_engines import leading_engine
+from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FolderOf = Callable[[str], Path]

@@ -12,8 +12,8 @@ from specdec.core.plan import TargetResult, TargetStep
 from specdec.core.proposal import AheadOutcome, Proposal
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
-from specdec.engine.metrics import EngineMetrics
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.metrics.engine_metrics import EngineMetrics
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController

@@ -9,15 +9,15 @@ import pytest
 
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
-from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
+from specdec.engine.draft_pool.hidden_routing import HiddenRouting
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.server import DraftServer
 from specdec.engine.engine import Engine
-from specdec.engine.hidden_inbox import HiddenInbox
-from specdec.engine.hidden_routing import HiddenRouting
-from specdec.engine.hidden_sender import HiddenSender
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget
-from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyTokenizer
+from specdec.engine.targets.hidden_sender import HiddenSender
+from specdec.engine.targets.remote_target import RemoteTarget
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.targets.toy_target import ToyTokenizer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork

@@ -17,16 +17,16 @@ from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence
-from specdec.engine.draft_patience import DraftDeadlineConfig
-from specdec.engine.draft_server import sequence_name
+from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
+from specdec.engine.draft_pool.hidden_routing import HiddenRouting
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.server import sequence_name
 from specdec.engine.engine import Engine
-from specdec.engine.hidden_inbox import HiddenInbox
-from specdec.engine.hidden_routing import HiddenRouting
-from specdec.engine.hidden_sender import HiddenSender
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget
-from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyTokenizer
+from specdec.engine.targets.hidden_sender import HiddenSender
+from specdec.engine.targets.remote_target import RemoteTarget
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.targets.toy_target import ToyTokenizer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.memory import MemoryChannel, MemoryNetwork

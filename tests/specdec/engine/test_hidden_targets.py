@@ -15,19 +15,19 @@ import torch
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
-from specdec.engine.draft_patience import DraftDeadlineConfig
-from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_pool.hidden_inbox import HiddenInbox
+from specdec.engine.draft_pool.hidden_routing import HiddenRouting
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.server import DraftServer
 from specdec.engine.engine import Engine
-from specdec.engine.hidden_inbox import HiddenInbox
-from specdec.engine.hidden_routing import HiddenRouting
-from specdec.engine.hidden_sender import HiddenSender
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.rank_follower import follow_target
-from specdec.engine.rank_leader import LeadingTarget
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget
-from specdec.engine.target_server import TargetServer
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.ranks.follower import follow_target
+from specdec.engine.ranks.leader import LeadingTarget
+from specdec.engine.targets.hidden_sender import HiddenSender
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.remote_target import RemoteTarget
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.model.batch import SequenceSlice
 from specdec.model.loader import load_model
 from specdec.model.parallel.group import RankGroup
@@ -46,8 +46,8 @@ from tests.rank_pool import Pools
 from tests.specdec.engine.linear_heads import CAPABILITIES, LAYERS, LinearHeads, Seen
 from tests.specdec.engine.ranked_engines import config_of
 from tests.specdec.engine.remote_cluster import PATIENT
+from tests.specdec.engine.targets.test_target_drafting import KINDS, PROMPTS, Bench, HeadSetting, check_seen
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench, HeadSetting, check_seen
 from tests.specdec.transport.gloo_pipe import gloo_lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,7 +14,7 @@ from specdec.core.distributions import TokenDistribution
 from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.draft_server import DraftServer
+from specdec.engine.draft_pool.server import DraftServer
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.memory import Faults

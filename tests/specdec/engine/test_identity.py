@@ -21,10 +21,10 @@ import torch
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.live_request import LiveRequest
-from specdec.engine.local_target import LocalTarget
 from specdec.engine.offline import choice_requests
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.requests.live_request import LiveRequest
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward

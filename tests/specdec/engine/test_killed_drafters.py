@@ -15,10 +15,10 @@ import pytest
 
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
-from specdec.engine.draft_patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 from specdec.engine.engine import Engine
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.scheduling.speculation.modes import OverlapMode

@@ -19,11 +19,11 @@ from specdec.core.plan import TargetStep
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.status import StatusKeeper
-from specdec.engine.tokenizer import HuggingFaceTokenizer
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel
+from specdec.engine.metrics.status import StatusKeeper
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.selection import (
     BudgetAmount,
     KvBudget,

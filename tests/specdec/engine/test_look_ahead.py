@@ -10,8 +10,8 @@ from specdec.core.prefix_hash import extend_prefix_hash
 from specdec.proposers.base import AheadWish
 from specdec.transport.memory import Faults
 from specdec.transport.messages import DraftBranch, ProposeAnswer, ProposeReply, ProposeRequest
+from tests.specdec.engine.draft_pool.test_remote_proposer import FreeSequence, Scripted, budgets, sequence
 from tests.specdec.engine.remote_cluster import VOCAB, Cluster, a_request, expected, reasons
-from tests.specdec.engine.test_remote_proposer import FreeSequence, Scripted, budgets, sequence
 
 ALL_LENGTHS = (1, 1, 1, 4)
 

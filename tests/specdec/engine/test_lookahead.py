@@ -25,10 +25,10 @@ from specdec.core.rows_beside import RowsBeside
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.remote_target import RemoteTarget
-from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.remote_target import RemoteTarget
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookahead.proposer import LookaheadProposer

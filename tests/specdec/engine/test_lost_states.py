@@ -11,9 +11,9 @@ import torch
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
-from specdec.engine import hidden_sender
-from specdec.engine.hidden_routing import HiddenRouting
-from specdec.engine.hidden_sender import HiddenSender
+from specdec.engine.draft_pool.hidden_routing import HiddenRouting
+from specdec.engine.targets import hidden_sender
+from specdec.engine.targets.hidden_sender import HiddenSender
 from specdec.proposers.hidden import ReceivedRows
 from specdec.transport.base import PeerAddress, PeerId, PeerLost
 from specdec.transport.memory import MemoryNetwork

@@ -14,7 +14,7 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.base import AheadWish, ProposerCapabilities
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController

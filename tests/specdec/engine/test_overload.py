@@ -13,7 +13,7 @@ from specdec.core.errors import CapacityError
 from specdec.core.request import LatencyTarget
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.none import NoProposer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController

@@ -20,7 +20,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build_target import build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
+from specdec.engine.targets.local_target import LocalTarget
 from specdec.kv import packed_rows
 from specdec.kv.config import CacheConfig
 from specdec.kv.packed_copy import PackedCopy

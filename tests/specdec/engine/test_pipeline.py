@@ -21,8 +21,8 @@ from specdec.core.sampling_params import LogprobsMode
 from specdec.engine.build_target import build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.rank_follower import follow
-from specdec.engine.rank_leader import LeadingTarget
+from specdec.engine.ranks.follower import follow
+from specdec.engine.ranks.leader import LeadingTarget
 from specdec.model import pipeline
 from specdec.model.batch import SequenceSlice
 from specdec.model.parallel.group import RankGroup

@@ -15,7 +15,7 @@ from specdec.core.plan import ErrorCode, TargetStep
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.targets.toy_target import ToyTarget
 from specdec.kv.caching_allocator import CachingBlockAllocator
 from specdec.kv.prefix_cache import PrefixCache, PrefixTrail
 from tests.pairwise import mostly_full

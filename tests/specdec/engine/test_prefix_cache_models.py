@@ -16,8 +16,8 @@ import torch
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig

@@ -16,9 +16,9 @@ from specdec.core.plan import TargetStep
 from specdec.core.sampling_params import LogprobsMode, SamplingParams
 from specdec.engine.best_of import best_choices
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
 from specdec.engine.offline import GenerationResult, choice_requests
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.toy_target import ToyTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import load_model

@@ -21,9 +21,9 @@ from specdec.proposers.heads_factory import LoadedFeatureDrafter, load_heads
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, Files, Place
 from tests.specdec.engine.placed_engines import over_workers
+from tests.specdec.engine.targets.test_target_drafting import KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_every_drafter import compile_all
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import KINDS, PROMPTS, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 HEADS = ("medusa", "hydra++", "eagle", "eagle3", "mtp", "parallel_heads")

@@ -17,7 +17,7 @@ from specdec.core.errors import CheckpointError, ResourceError, TransportError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.rank_launch import rank_devices
+from specdec.engine.ranks.launch import rank_devices
 from specdec.kv.config import CacheConfig
 from specdec.model import pool_sizing
 from specdec.model.loader import load_model
@@ -333,7 +333,7 @@ def test_what_cannot_be_divided_starts_no_ranks(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many: each would take seconds to say the same."""
-    monkeypatch.setattr("specdec.engine.rank_launch.launch", None)
+    monkeypatch.setattr("specdec.engine.ranks.launch.launch", None)
     folder = folder_of("llama")
     with pytest.raises(CheckpointError, match="4 attention heads cannot be divided over 64 ranks"):
         Engine(config_of(folder, 64))

@@ -21,14 +21,14 @@ from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
-from specdec.engine.draft_patience import DraftDeadlineConfig
-from specdec.engine.draft_server import DraftServer
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.remote_proposer import RemoteProposer
+from specdec.engine.draft_pool.server import DraftServer
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.engine import Engine
-from specdec.engine.remote_proposer import RemoteProposer
-from specdec.engine.remote_target import RemoteTarget, RemoteTargetTimes
-from specdec.engine.target_server import TargetServer
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.remote_target import RemoteTarget, RemoteTargetTimes
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController

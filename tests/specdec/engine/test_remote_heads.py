@@ -17,9 +17,9 @@ from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.memory import Faults
 from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.remote_heads import RemoteHeads, generate_each
+from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_heads import config_of
 from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
-from specdec.engine.draft_shares import DraftShareConfig
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.proposers.base import Proposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
@@ -211,7 +211,7 @@ def test_many_more_random_schedules(block: int, mode: OverlapMode) -> None:
 
 def test_the_schedules_would_catch_a_drafter_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: commit what was proposed instead of what the target says."""
-    import specdec.engine.round as round_module
+    import specdec.engine.rounds.round as round_module
     from specdec.core.proposal import Verdict
 
     def believe(drafted: Sequence[int], parents: None, chosen: Sequence[int]) -> Verdict:
@@ -224,7 +224,7 @@ def test_the_schedules_would_catch_a_drafter_that_is_believed(monkeypatch: pytes
 
 def test_the_schedules_would_catch_what_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: one sequence is never given up."""
-    from specdec.engine.remote_proposer import RemoteProposer
+    from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 
     own = RemoteProposer.release
 

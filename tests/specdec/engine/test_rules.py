@@ -23,9 +23,9 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.judge import Judge
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, ToyTarget, slot_value
+from specdec.engine.targets.judge import Judge
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, slot_value
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.base import Proposer, ProposerCapabilities

@@ -22,12 +22,12 @@ from specdec.attention.observation import Observation
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, SlotMove, TargetStep, TargetWork
 from specdec.core.sampling_params import Grammar, SamplingParams
-from specdec.engine.attention_watch import AttentionWatch, rows_to_observe
 from specdec.engine.build_target import build_target_part
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.tokenizer import build_tokenizer
+from specdec.engine.targets.attention_watch import AttentionWatch, rows_to_observe
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.text.tokenizer import build_tokenizer
 from specdec.kv.block_scores import DECAY, MAX_WINDOW, BlockScores, RunningScores
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvPolicyName, KvSelectionConfig
@@ -249,7 +249,8 @@ def test_scores_are_those_of_the_path_of_a_tree_that_stands(sharp_models: Models
 
 def test_control_rejected_tokens_would_show(sharp_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "specdec.engine.attention_watch._standing_rows", lambda work, result: range(work.num_sampled_rows)
+        "specdec.engine.targets.attention_watch._standing_rows",
+        lambda work, result: range(work.num_sampled_rows),
     )
     target = target_of(sharp_models, selecting("verified", 16), compiled=False)
     tokens, _ = run_rounds(target, UNENDING["hot"], 6)

@@ -24,16 +24,16 @@ from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, Target
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.metrics import EngineMetrics
+from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.engine.offline import choice_requests
-from specdec.engine.profile_plan import ProfilePlan
-from specdec.engine.profiling import measure_profile
-from specdec.engine.remote_target import RemoteTarget
-from specdec.engine.self_drafter import SelfDrafter
-from specdec.engine.target_server import TargetServer
-from specdec.engine.timed_controller import TimedController
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.profiling.plan import ProfilePlan
+from specdec.engine.profiling.rounds import measure_profile
+from specdec.engine.rounds.timed_controller import TimedController
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.remote_target import RemoteTarget
+from specdec.engine.targets.self_drafter import SelfDrafter
+from specdec.engine.targets.target_server import TargetServer
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.batch import PositionShift

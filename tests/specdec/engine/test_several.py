@@ -19,7 +19,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.toy_target import ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer
 from specdec.proposers.lookup_config import SuffixConfig
 from specdec.proposers.none import NoProposer

@@ -25,9 +25,9 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import Grammar, SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, ToyTokenizer
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, ToyTokenizer
 from specdec.model.loader import LoadedModel
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling

@@ -16,8 +16,8 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, verdict
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.synthetic_config import SyntheticAcceptance

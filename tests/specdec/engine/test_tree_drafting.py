@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from specdec.core.ids import RequestId
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer

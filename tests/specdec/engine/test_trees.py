@@ -17,8 +17,8 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
-from specdec.engine.roster import Roster
-from specdec.engine.toy_target import ToyTarget
+from specdec.engine.requests.roster import Roster
+from specdec.engine.targets.toy_target import ToyTarget
 from specdec.proposers.base import Proposer
 from specdec.proposers.ngram import NgramProposer
 from tests.specdec.engine.test_rules import judge_of

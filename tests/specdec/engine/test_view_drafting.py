@@ -20,10 +20,10 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
-from specdec.engine.profile_plan import ProfilePlan
-from specdec.engine.profiling import measure_profile
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.profiling.plan import ProfilePlan
+from specdec.engine.profiling.rounds import measure_profile
+from specdec.engine.targets.local_target import LocalTarget
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, ModelConfig

@@ -22,7 +22,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.local_target import LocalTarget
+from specdec.engine.targets.local_target import LocalTarget
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import draft_window
@@ -30,10 +30,10 @@ from tests.architectures import VOCAB_SIZE
 from tests.rank_pool import Pools
 from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.remote_heads import RemoteHeads, generate_each
+from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.test_heads import config_of, serve
 from tests.specdec.engine.test_identity import Models
 from tests.specdec.engine.test_remote_heads import remote_config
-from tests.specdec.engine.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
 from tests.specdec.engine.toy_engines import request
 
 pytestmark = pytest.mark.usefixtures("one_thread")

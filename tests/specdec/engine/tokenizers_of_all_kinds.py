@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from specdec.engine.tokenizer import HuggingFaceTokenizer
+from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 
 EOS = "<eos>"
 

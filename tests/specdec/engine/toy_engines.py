@@ -12,8 +12,8 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import Engine
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.kv.selection import KvBudgets
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.draft_model import DraftModelProposer

@@ -10,8 +10,8 @@ import torch
 
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.prefix import SeenPrefix

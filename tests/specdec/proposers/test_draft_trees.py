@@ -17,8 +17,8 @@ from specdec.core.ids import RequestId
 from specdec.core.plan import SlotMove
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, slot_value
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, slot_value
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer

@@ -11,8 +11,8 @@ import torch
 
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel, slot_value
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel, slot_value
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.base import AheadWish, Proposer
 from specdec.proposers.config import SpeculativeConfig

@@ -11,8 +11,8 @@ import torch
 from specdec.core.ids import RequestId
 from specdec.core.kv_variants import KvVariants
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.toy_runner import ToyRunner
-from specdec.engine.toy_target import ToyModel
+from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.engine.targets.toy_target import ToyModel
 from specdec.model.batch import SequenceSlice
 from specdec.model.rotary import RotaryRule
 from specdec.proposers.base import AheadWish, LooksAhead

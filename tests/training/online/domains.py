@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.text_tap import LearnableText
+from specdec.engine.draft_pool.text_tap import LearnableText
 from specdec.proposers.online_config import OnlineConfig
 from specdec.sampling.sampler import Sampler
 from tests.architectures import VOCAB_SIZE, make_tokenizer

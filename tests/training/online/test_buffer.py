@@ -11,7 +11,7 @@ from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import Sequence
-from specdec.engine.text_tap import LearnableText, TextTap
+from specdec.engine.draft_pool.text_tap import LearnableText, TextTap
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.online_config import OnlineConfig
 from tests.architectures import VOCAB_SIZE

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.text_tap import LearnableText
+from specdec.engine.draft_pool.text_tap import LearnableText
 from tests.training.online.domains import FORMER, LATTER, QUICK, heard, model_of, trainer_of, work_off
 from training.online.guard import Trial, is_better
 from training.online.pace import PacedTrainer, rest_s

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from specdec.engine import rank_launch
 from specdec.engine.engine import Engine
-from specdec.engine.rank_launch import FollowerProcesses
+from specdec.engine.ranks import launch
+from specdec.engine.ranks.launch import FollowerProcesses
 from specdec.model.parallel import heartbeat
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.heartbeat import MAX_SILENT_LOOKS, HeartbeatWatch, beating, looks_in
@@ -89,7 +89,7 @@ def test_silence_is_counted_in_looks_and_ends_with_a_new_number() -> None:
 @pytest.mark.slow
 def test_a_stopped_process_ends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an engine that has started its ranks: the round in which it is stopped does not end otherwise."""
-    monkeypatch.setattr(rank_launch, "HeartbeatWatch", partial(HeartbeatWatch, max_silent_looks=2))
+    monkeypatch.setattr(launch, "HeartbeatWatch", partial(HeartbeatWatch, max_silent_looks=2))
     processes: list[Any] = []
     start = FollowerProcesses.start
 

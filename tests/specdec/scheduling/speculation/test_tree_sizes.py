@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from specdec.core.ids import RequestId
-from specdec.engine.draft_profiling import budgets_to_measure
-from specdec.engine.profile_plan import ProfilePlan
+from specdec.engine.profiling.drafts import budgets_to_measure
+from specdec.engine.profiling.plan import ProfilePlan
 from specdec.proposers.base import ProposerCapabilities
 from specdec.scheduling.speculation.acceptance import AcceptanceEstimate, Floats
 from specdec.scheduling.speculation.controller import DraftOutcome, RoundObservation

@@ -1,0 +1,1 @@
+"""What rounds and drafts cost, measured before requests are taken."""

@@ -1,0 +1,1 @@
+"""Requests from their acceptance to their end: who prepares, waits, runs."""

@@ -1,0 +1,1 @@
+"""From tokens to the text that streams show."""

@@ -1,0 +1,191 @@
+"""Where sequences are drafted for: placement and rebalancing as pure decisions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.placement import (
+    DraftPlacementConfig,
+    DraftWorkerView,
+    Vacancy,
+    place,
+    rebalance,
+)
+from specdec.transport.base import PeerId
+
+CONFIG = DraftPlacementConfig(max_moves=3, imbalance=0.25)
+
+
+def view(name: str, num_own: int, num_others: int = 0, **fields: object) -> DraftWorkerView:
+    return DraftWorkerView(worker=PeerId(name), num_own=num_own, num_others=num_others, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("workers", "chosen"),
+    [
+        ([], None),
+        ([view("a", 2), view("b", 1)], "b"),
+        ([view("a", 2, capacity=64), view("b", 1, 9, capacity=64)], "a"),
+        ([view("a", 2, capacity=4), view("b", 4, capacity=64)], "b"),
+        ([view("a", 0, is_ready=False), view("b", 5)], "b"),
+        ([view("a", 0, is_ready=False), view("b", 5, is_ready=False)], "a"),
+        ([view("a", 0, has_place=False), view("b", 5)], "b"),
+        ([view("a", 0, has_place=False), view("b", 5, is_ready=False)], "b"),
+        ([view("a", 0, has_place=False)], None),
+        ([view("a", 3, capacity=8), view("b", 2)], "b"),
+        ([view("a", 3, 20, capacity=64), view("b", 0, 24, capacity=64)], "b"),
+        ([view("a", 3, 10, capacity=64), view("b", 0, 24, capacity=64)], "a"),
+    ],
+    ids=[
+        "nobody",
+        "own",
+        "those of others count",
+        "small ones fill up",
+        "late ones come last",
+        "all are late",
+        "full ones are left out",
+        "a late place is better than none",
+        "all are full",
+        "who has not told is like the others",
+        "of those about equally busy the one with the fewest own",
+        "but not of those that are busier",
+    ],
+)
+def test_a_sequence_goes_to_the_least_busy(workers: list[DraftWorkerView], chosen: str | None) -> None:
+    assert place(workers, CONFIG) == chosen
+
+
+def apply(workers: dict[PeerId, DraftWorkerView], moves: list[tuple[PeerId, PeerId, int]]) -> int:
+    num = 0
+    for source, destination, count in moves:
+        assert count > 0
+        assert workers[source].num_own >= count, "only what is there can be moved"
+        workers[source] = workers[source].with_more(-count)
+        workers[destination] = workers[destination].with_more(count)
+        num += count
+    return num
+
+
+POOLS = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(8, 64), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+def pool(facts: list[tuple[int, int, int, bool, bool]]) -> dict[PeerId, DraftWorkerView]:
+    views = [
+        view(f"w{index}", own, others, capacity=capacity, is_ready=is_ready, has_place=has_place)
+        for index, (own, others, capacity, is_ready, has_place) in enumerate(facts)
+    ]
+    return {one.worker: one for one in views}
+
+
+@given(POOLS, st.floats(0, 1, exclude_max=True))
+def test_a_few_move_from_busy_to_less_busy_workers(
+    facts: list[tuple[int, int, int, bool, bool]], draw: float
+) -> None:
+    workers = pool(facts)
+    moves = rebalance(list(workers.values()), CONFIG, draw)
+    for source, destination, _ in moves:
+        assert workers[source].is_ready, "nobody flees from a late one here: that is a matter of patience"
+        assert workers[destination].is_ready
+        assert workers[destination].has_place
+        assert workers[source].load > 1.25 * workers[destination].with_more(1).load
+    assert apply(workers, moves) <= 3
+
+
+@given(POOLS)
+def test_one_coordinator_comes_to_rest_and_stays_there(
+    facts: list[tuple[int, int, int, bool, bool]],
+) -> None:
+    workers = pool([(own, 0, capacity, True, True) for own, _, capacity, _, _ in facts])
+    num_before = sum(one.num_own for one in workers.values())
+    num_moved, num_rounds = 0, 0
+    while moved := apply(workers, rebalance(list(workers.values()), CONFIG, 0.0)):
+        num_moved += moved
+        num_rounds += 1
+        assert num_rounds <= num_before, "each round brings it nearer"
+    assert num_moved <= num_before, "no sequence moves back and forth"
+    assert not rebalance(list(workers.values()), CONFIG, 0.999), "at rest whatever chance says"
+    for one in workers.values():
+        for other in workers.values():
+            assert one.num_own == 0 or one.load <= 1.25 * other.with_more(1).load + 1e-9
+
+
+@pytest.mark.parametrize("num_coordinators", [2, 10, 40])
+def test_many_coordinators_do_not_swing(num_coordinators: int) -> None:
+    """A worker joins: everybody sees an empty one at the same time, and hears of the others too late."""
+    rng = random.Random(num_coordinators)
+    held = [[rng.randint(4, 8), rng.randint(4, 8), 0] for _ in range(num_coordinators)]
+    total = sum(map(sum, held))
+    num_moved = 0
+    for _ in range(200):
+        sums = [sum(one[worker] for one in held) for worker in range(3)]
+        before = num_moved
+        for one in held:
+            workers = {
+                PeerId(str(index)): view(str(index), one[index], sums[index] - one[index], capacity=500)
+                for index in range(3)
+            }
+            num_moved += apply(workers, rebalance(list(workers.values()), CONFIG, rng.random()))
+            one[:] = [workers[PeerId(str(index))].num_own for index in range(3)]
+        if num_moved == before:
+            break
+    sums = [sum(one[worker] for one in held) for worker in range(3)]
+    assert max(sums) <= 1.3 * (min(sums) + 1), sums
+    assert num_moved < 0.6 * total, "a third of them has to move; not many more may"
+
+
+def test_that_swing_would_be_seen() -> None:
+    """Negative control: if everybody did all that is needed, the herd would run back and forth."""
+    held = [[6, 6, 0] for _ in range(10)]
+    unlimited = DraftPlacementConfig(max_moves=100)
+    num_moved = 0
+    for _ in range(20):
+        sums = [sum(one[worker] for one in held) for worker in range(3)]
+        as_if_alone = [view(str(index), num, capacity=50) for index, num in enumerate(sums)]
+        for one in held:
+            for source, destination, num in rebalance(as_if_alone, unlimited, 0.0):
+                count = min(num, one[int(source)])
+                one[int(source)] -= count
+                one[int(destination)] += count
+                num_moved += count
+    assert num_moved > 0.6 * 120
+
+
+def test_moving_can_be_switched_off() -> None:
+    assert not rebalance([view("a", 40), view("b", 0)], DraftPlacementConfig(max_moves=0), 0.9)
+
+
+def test_a_full_worker_is_tried_ever_more_rarely_and_with_one_sequence_at_a_time() -> None:
+    vacancy = Vacancy(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=1.0))
+    assert vacancy.has_place(0.0)
+    vacancy.placed(0.0)
+    assert vacancy.has_place(0.0), "an open one takes any number"
+    attempts, now_s = [], 0.0
+    vacancy.refused(now_s)
+    while len(attempts) < 6:
+        now_s += 0.01
+        if vacancy.has_place(now_s):
+            attempts.append(now_s)
+            vacancy.placed(now_s)
+            assert not vacancy.has_place(now_s), "one at a time"
+            vacancy.refused(now_s)
+    intervals = [later - earlier for earlier, later in itertools.pairwise(attempts)]
+    assert intervals == pytest.approx([0.4, 0.8, 1.0, 1.0, 1.0], abs=0.02)
+    for _ in range(10):
+        vacancy.accepted()
+    assert vacancy.has_place(now_s)
+    vacancy.told(2)
+    for _ in range(2):
+        assert vacancy.has_place(now_s)
+        vacancy.placed(now_s)
+    assert not vacancy.has_place(now_s), "it said how many"
+    assert vacancy.has_place(now_s + 0.11)

@@ -1,0 +1,259 @@
+"""Which draft worker has which sequence."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+
+from specdec.core.ids import RequestId
+from specdec.engine.draft_pool.patience import DraftDeadlineConfig
+from specdec.engine.draft_pool.placement import DraftPlacementConfig
+from specdec.engine.draft_pool.registry import _MOST_DEATHS, DraftRegistry, Registration
+from specdec.transport.base import PeerId
+
+A, B = PeerId("a"), PeerId("b")
+DEADLINES = DraftDeadlineConfig()
+
+
+@dataclass
+class Placed:
+    request_id: RequestId
+    committed_len: int = 10
+
+
+class Bench:
+    """A registry, and who was told to forget what."""
+
+    def __init__(self, *workers: PeerId, max_context: int | None = None) -> None:
+        self.left: list[tuple[RequestId, PeerId]] = []
+        self.registry = DraftRegistry(
+            "coordinator",
+            deadlines=DEADLINES,
+            placement=DraftPlacementConfig(),
+            max_context=max_context,
+            on_leave=self._on_leave,
+        )
+        for worker in workers:
+            self.registry.add(worker)
+
+    def _on_leave(self, request_id: RequestId, registration: Registration) -> None:
+        self.left.append((request_id, registration.worker))
+
+
+def some(number: int, committed_len: int = 10) -> list[Placed]:
+    return [Placed(RequestId(f"r{index}"), committed_len) for index in range(number)]
+
+
+def test_sequences_are_spread_and_stay_where_they_are() -> None:
+    bench = Bench(A, B)
+    sequences = some(6)
+    first = bench.registry.by_worker(sequences, 0.0)
+    assert {worker: len(group) for worker, group in first.items()} == {A: 3, B: 3}
+    assert bench.registry.by_worker(sequences, 5.0) == first
+    assert bench.left == []
+
+
+def test_what_a_worker_had_is_given_away_anew_without_telling_it() -> None:
+    bench = Bench(A, B)
+    sequences = some(4)
+    epochs = {name: its.epoch for name, its in _registered(bench, sequences).items()}
+    bench.registry.remove(A)
+    after = _registered(bench, sequences)
+    assert {its.worker for its in after.values()} == {B}
+    assert bench.left == [], "who is gone is not told"
+    changed = {name for name, its in after.items() if its.epoch != epochs[name]}
+    assert len(changed) == 2
+
+
+def test_who_loses_a_sequence_is_told() -> None:
+    bench = Bench(A)
+    (one,) = some(1)
+    _registered(bench, [one])
+    bench.registry.forget(one.request_id)
+    assert bench.left == [(one.request_id, A)]
+    assert bench.registry.links[A].num_registered == 0
+    bench.registry.forget(one.request_id)
+    assert len(bench.left) == 1
+
+
+def test_nobody_is_asked_for_what_nobody_can_go_on_with() -> None:
+    bench = Bench(A, B, max_context=100)
+    short, long = Placed(RequestId("short"), 40), Placed(RequestId("long"), 100)
+    assert set(_registered(bench, [short, long])) == {short.request_id}
+    bench.registry.told_length(A, 30)
+    assert set(_registered(bench, [short])) == {short.request_id}, "the other one has not said"
+    bench.registry.told_length(B, 40)
+    assert not bench.registry.by_worker([short], 0.0)
+    assert not bench.registry.registrations
+    assert bench.left == [(short.request_id, A), (short.request_id, B)]
+
+
+def test_one_that_never_had_a_place_was_refused_one_that_had_has_outgrown_it() -> None:
+    bench = Bench(A, B)
+    (one,) = some(1)
+    registration = _registered(bench, [one])[one.request_id]
+    vacancy = bench.registry.links[registration.worker].vacancy
+    vacancy.told(0)
+    assert not bench.registry.refused(one.request_id, 0.0)
+    vacancy.told(1)
+    registration = _registered(bench, [one])[one.request_id]
+    registration.note_answer(10, 0)
+    worker = registration.worker
+    assert bench.registry.refused(one.request_id, 0.0)
+    for _ in range(3):  # it rests there, and only there
+        assert _registered(bench, [one])[one.request_id].worker != worker
+        bench.registry.forget(RequestId("another"))
+    assert sum(link.num_registered for link in bench.registry.links.values()) == 1
+
+
+@pytest.mark.parametrize("num_places", [None, 5])
+def test_who_is_refused_though_there_are_places_is_too_long_for_the_memory(num_places: int | None) -> None:
+    """It rests there; others may come at once. A worker that never tells of places has any number."""
+    bench = Bench(A)
+    long, short = Placed(RequestId("long"), 40), Placed(RequestId("short"), 4)
+    _registered(bench, [long])
+    vacancy = bench.registry.links[A].vacancy
+    if num_places is not None:
+        vacancy.told(num_places)
+    assert bench.registry.refused(long.request_id, 0.0)
+    assert set(_registered(bench, [long, short])) == {short.request_id}
+    assert bench.registry.why_nowhere(long.request_id) == "memory"
+    assert vacancy.has_place(0.0)
+    bench.registry.by_worker([long], DEADLINES.max_retry_s)
+    assert long.request_id in bench.registry.registrations, "its memory may be free again"
+
+
+def test_a_sequence_that_its_worker_cannot_read_goes_to_one_that_can() -> None:
+    bench = Bench(A)
+    one = Placed(RequestId("one"), 39)
+    bench.registry.told_length(A, 40)
+    assert _registered(bench, [one])[one.request_id].worker == A
+    bench.registry.add(B)
+    bench.registry.told_length(B, 256)
+    one.committed_len = 40
+    for _ in range(3):
+        assert _registered(bench, [one])[one.request_id].worker == B
+    assert bench.left == [(one.request_id, A)]
+    assert {w: link.num_registered for w, link in bench.registry.links.items()} == {A: 0, B: 1}
+    newcomer = Placed(RequestId("newcomer"), 100)
+    assert _registered(bench, [one, newcomer])[newcomer.request_id].worker == B, "though A has nothing to do"
+    assert bench.registry.num_too_long == 0
+    one.committed_len = 256
+    assert set(_registered(bench, [one, newcomer])) == {newcomer.request_id}
+    assert bench.registry.num_too_long == 1
+
+
+def test_no_sequence_is_moved_to_a_worker_that_cannot_read_it() -> None:
+    bench = Bench(A)
+    sequences = [Placed(RequestId(f"r{index}"), 10 if index < 2 else 100) for index in range(8)]
+    _registered(bench, sequences)
+    bench.registry.told_length(A, 256)
+    bench.registry.add(B)
+    bench.registry.told_length(B, 40)
+    for number in range(20):
+        bench.registry.by_worker(sequences, 10.0 * number)
+    at_b = {name for name, its in bench.registry.registrations.items() if its.worker == B}
+    assert at_b == {one.request_id for one in sequences if one.committed_len == 10}
+
+
+def test_what_was_read_is_what_the_last_answer_says() -> None:
+    registration = Registration(A, 0)
+    registration.note_answer(300, 120)
+    assert (registration.confirmed_len, registration.read_len) == (300, 180)
+    registration.note_answer(200, 0)
+    assert (registration.confirmed_len, registration.read_len) == (300, 180), "an older one says nothing"
+    registration.note_answer(301, -5)
+    assert registration.read_len == 301
+    registration.start_again()
+    assert (registration.sent_len, registration.confirmed_len, registration.read_len) == (0, 0, 0)
+
+
+def test_who_has_much_to_read_is_behind() -> None:
+    bench = Bench(A)
+    sequences = [Placed(RequestId("few"), 16), Placed(RequestId("some"), 256), Placed(RequestId("many"), 257)]
+    _registered(bench, sequences)
+    assert bench.registry.behind(A, sequences) == {RequestId("many")}
+    bench.registry.registrations[RequestId("many")].note_answer(257, 3)
+    assert not bench.registry.behind(A, sequences)
+
+
+def test_nobody_is_asked_about_what_several_workers_died_of(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    deadly, harmless = Placed(RequestId("deadly")), Placed(RequestId("harmless"))
+    with caplog.at_level(logging.WARNING):
+        for number in range(_MOST_DEATHS):
+            assert not caplog.records
+            bench.registry.add(PeerId(f"w{number}"))
+            for its in _registered(bench, [deadly, harmless]).values():
+                its.sent_len = 10
+            bench.registry.registrations[harmless.request_id].note_answer(10, 0)
+            bench.registry.remove(PeerId(f"w{number}"))
+    assert "request deadly goes on without drafts" in caplog.text
+    assert "harmless" not in caplog.text
+    bench.registry.add(A)
+    assert set(_registered(bench, [deadly, harmless])) == {harmless.request_id}
+    assert bench.registry.why_nowhere(deadly.request_id) == "deadly"
+    assert bench.registry.num_too_long == 0
+    bench.registry.forget(deadly.request_id)
+    assert deadly.request_id in _registered(bench, [deadly]), "another one by that name"
+
+
+def test_who_was_answered_for_in_between_is_innocent() -> None:
+    """A request may outlive many updates of the pool, each of which leaves its last round unanswered."""
+    bench = Bench()
+    (one,) = some(1)
+    for number in range(3 * _MOST_DEATHS):
+        worker = PeerId(f"w{number}")
+        bench.registry.add(worker)
+        its = _registered(bench, [one])[one.request_id]
+        its.sent_len = 10
+        bench.registry.answered(one.request_id, 10, 0)
+        its.sent_len = 12
+        bench.registry.remove(worker)
+    bench.registry.add(A)
+    assert one.request_id in _registered(bench, [one])
+    for number in range(_MOST_DEATHS):  # control: who has only begun to read it may have died of the rest
+        bench.registry.remove(A)
+        bench.registry.add(A)
+        its = _registered(bench, [one]).get(one.request_id) or Registration(A, 0)
+        its.sent_len = 12
+        if number < _MOST_DEATHS - 1:
+            bench.registry.answered(one.request_id, 11, 5)
+    bench.registry.remove(A)
+    bench.registry.add(A)
+    assert one.request_id not in _registered(bench, [one])
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_worker_that_was_silent_before_it_was_gone_has_died_too(is_heard: bool) -> None:
+    """Its sequences had moved on by then; they are innocent where it was heard once more."""
+    bench = Bench()
+    (one,) = some(1)
+    now_s = 0.0
+    for number in range(_MOST_DEATHS):
+        first, second = PeerId(f"first{number}"), PeerId(f"second{number}")
+        bench.registry.add(first)
+        bench.registry.by_worker([one], now_s)
+        bench.registry.registrations[one.request_id].sent_len = 10
+        bench.registry.links[first].patience.missed(now_s)
+        now_s += 2 * DEADLINES.reassign_after_s
+        bench.registry.add(second)
+        bench.registry.by_worker([one], now_s)
+        its = bench.registry.registrations[one.request_id]
+        assert its.worker == second
+        its.sent_len = 10
+        its.note_answer(10, 0)
+        if is_heard:
+            bench.registry.links[first].patience.heard()
+            bench.registry.by_worker([one], now_s)
+        bench.registry.remove(first)
+        bench.registry.remove(second)
+    bench.registry.add(A)
+    assert (one.request_id in _registered(bench, [one])) == is_heard
+
+
+def _registered(bench: Bench, sequences: list[Placed]) -> dict[RequestId, Registration]:
+    bench.registry.by_worker(sequences, 0.0)
+    return dict(bench.registry.registrations)
