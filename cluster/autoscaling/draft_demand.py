@@ -22,9 +22,9 @@ class DraftDemand(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: float
     """That run or wait."""
-    utilization: float
+    utilization: float | None
     """Share of the last seconds, idle time included, in which a draft worker drafted for it: the mean over
-    them."""
+    them; None: it has no rounds, as while its target is loaded, so that nothing of its is known."""
     wait_share: float
     """Waiting for drafts over the time of a round."""
     hidden_share: float | None
@@ -41,7 +41,7 @@ def demand_of(metrics: Mapping[str, float], recent: RecentStatus | None) -> Draf
     worth = metrics.get("speculation_pool_worth")
     return DraftDemand(
         num_requests=metrics.get("num_requests_running", 0.0) + metrics.get("num_requests_waiting", 0.0),
-        utilization=float(metrics.get("draft_utilization", 0.0)),
+        utilization=None if recent is None else float(metrics.get("draft_utilization", 0.0)),
         wait_share=0.0 if recent is None or not round_s else recent.draft_wait_s / round_s,
         hidden_share=None if recent is None else recent.hidden_share,
         worth=None if worth is None else float(worth),
@@ -52,15 +52,19 @@ def demand_of(metrics: Mapping[str, float], recent: RecentStatus | None) -> Draf
 def pool_stats(demands: Iterable[DraftDemand]) -> dict[str, float]:
     """Return what all coordinators together want; means are weighted by requests.
 
-    What a worker does for one coordinator and for another adds up; a batch for both counts for each.
+    What a worker does for one coordinator and for another adds up; a batch for both counts for each. Those
+    of which nothing is known say how many requests they have, and no shares: without any others there are
+    none.
     """
     demands = list(demands)
     stats = {"num_requests": sum(one.num_requests for one in demands)}
     if not stats["num_requests"]:
         return stats
-    stats["utilization"] = min(1.0, sum(one.utilization for one in demands))
-    for name in ("wait_share", "drafting_share"):
-        stats[name] = _mean((getattr(one, name), one.num_requests) for one in demands)
+    serving = [one for one in demands if one.utilization is not None]
+    if any(one.num_requests for one in serving):
+        stats["utilization"] = min(1.0, sum(one.utilization or 0.0 for one in serving))
+        for name in ("wait_share", "drafting_share"):
+            stats[name] = _mean((getattr(one, name), one.num_requests) for one in serving)
     for name in ("hidden_share", "worth"):
         known = [(value, one.num_requests) for one in demands if (value := getattr(one, name)) is not None]
         if any(weight for _, weight in known):

@@ -19,8 +19,9 @@ class PoolLoad:
     """That run or wait, in all target groups."""
     usage: float = 0.0
     """Requests in the pool over those that it takes, 0 to 1; workers that refuse some count as full."""
-    utilization: float = 0.0
-    """Share of the time, idle time included, in which a worker drafts: the mean over them."""
+    utilization: float | None = None
+    """Share of the time, idle time included, in which a worker drafts: the mean over them; None: nothing is
+    known, of the shares below neither."""
     drafting_share: float = 0.0
     """Share of a round that drafting takes, hidden or not."""
     wait_share: float = 0.0
@@ -54,7 +55,7 @@ def loss_of_one_less(load: PoolLoad) -> float:
     hidden = load.hidden_share or 0.0
     # What is drafted behind verification grows as well, and may outgrow it: in a round, or, of a worker that
     # several groups share, all the time that it has.
-    drafting = max(load.drafting_share, load.utilization)
+    drafting = max(load.drafting_share, load.utilization or 0.0)
     overflow = max(0.0, drafting * hidden * grown - (1.0 - load.wait_share))
     return load.wait_share * (grown - 1.0) + overflow
 
@@ -71,10 +72,10 @@ def wanted_workers(load: PoolLoad, config: DraftScalingConfig) -> Wish:
     most = math.ceil(load.num_requests)  # a request is drafted for by one worker: others have nothing to do
     if n > most:
         return Wish(number=n - 1)
-    busiest = max(load.usage, load.utilization)
+    busiest = max(load.usage, load.utilization or 0.0)
     if n < most and busiest > config.target_utilization and gain_of_one_more(load) >= config.min_gain:
         return Wish(number=n + 1)
-    if n > 1:
+    if n > 1 and load.utilization is not None:
         remaining = math.ceil(n * busiest / config.target_utilization)
         if remaining < n and loss_of_one_less(load) < config.min_gain / 2.0:
             return Wish(number=n - 1)

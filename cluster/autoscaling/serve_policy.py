@@ -93,7 +93,7 @@ def pool_load(reports: Sequence[Mapping[str, float]]) -> PoolLoad:
         num_workers=len(reports),
         num_requests=latest("num_requests") or 0.0,
         usage=sum(usages) / len(usages) if usages else 0.0,
-        utilization=latest("utilization") or 0.0,
+        utilization=latest("utilization"),
         drafting_share=latest("drafting_share") or 0.0,
         wait_share=latest("wait_share") or 0.0,
         hidden_share=latest("hidden_share"),

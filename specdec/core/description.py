@@ -37,3 +37,6 @@ class TargetDescription:
     """What its checkpoint wants requests to be sampled with that say nothing of it."""
     device: str = ""
     """What it runs on (its first rank), in words: what it costs depends on that. Empty: not known."""
+    row_buckets: tuple[int, ...] = ()
+    """Numbers of rows, rising, to the next of which steps are padded, those of more rows than the last left
+    out; empty: none are."""

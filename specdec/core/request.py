@@ -18,8 +18,8 @@ class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True):
     """Milliseconds to the first token: rows that read its prompt go before draft rows of others; with
     `scheduler.refuse_late` a request is refused that could not have it by then."""
     itl_ms: float | None = None
-    """Milliseconds between two rounds of the stream: no round is made longer than that by drafting, as long
-    as rounds without drafts are not."""
+    """Milliseconds between two rounds of the stream: a controller that chooses k makes no round longer than
+    that by drafting, as long as rounds without drafts are not."""
 
 
 class Resumption(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +31,9 @@ class Resumption(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of API key, model and request: whoever does not show the same is told nothing."""
     window_s: float
     """Seconds after its end for which its tokens are kept."""
+    replay_window_s: float = 0.0
+    """Seconds after its last event for which they are generated again where they are lost. Doors of an older
+    version do not say: as long as they are kept."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

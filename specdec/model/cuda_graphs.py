@@ -172,6 +172,11 @@ class CudaForward(GraphRecording):
         """See `ForwardGraphs`: whether all graphs are recorded."""
         return self._state == "ready"
 
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """See `ForwardGraphs`: there is a graph for each."""
+        return self._buckets.sizes
+
     @torch.inference_mode()
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return fp32 logits [L, vocab], valid until the next call; None when no graph holds the batch."""

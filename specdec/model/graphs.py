@@ -110,6 +110,11 @@ class CompiledForward(CompileWork):
         return self._forward is not None
 
     @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """None: it runs as many rows as there are."""
+        return ()
+
+    @property
     def num_packed_bytes(self) -> int:
         """Memory that packed weights take."""
         return 0 if self._weights is None else self._weights.num_bytes

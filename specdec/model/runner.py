@@ -75,6 +75,11 @@ class ForwardGraphs(Protocol):
         """Whether it is there: before, everything runs eagerly."""
         ...
 
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """See `TargetDescription.row_buckets`: once it is there."""
+        ...
+
     def try_run(self, inputs: ForwardInputs) -> torch.Tensor | None:
         """Return what `call_model` does, in any floating dtype, or None when this batch must run eagerly.
 

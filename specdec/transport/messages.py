@@ -169,6 +169,8 @@ class ProposeAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prefix that have to be read before anything can be drafted behind it."""
     rows_from: int = -1
     """Hidden states of the prefix from this row on have been lost: they should be sent again. -1: none."""
+    lacks_memory: bool = False
+    """Of one that `is_full`: what is short is memory for so many tokens, and not places."""
 
 
 class ProposeReply(msgspec.Struct, frozen=True, array_like=True, tag=21):

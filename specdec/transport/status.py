@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from specdec.core.idle_work import WorkState
-from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.explanation import Bound, Reason
 from specdec.scheduling.speculation.modes import OverlapMode
 
 
@@ -42,6 +42,8 @@ class ChoiceStatus(msgspec.Struct, frozen=True, kw_only=True):
     compares."""
     mean_kv_budget: float | None = None
     """Mean of the tokens that drafts of running requests may attend to; None: everything, or none runs."""
+    bounded_by: Bound = "none"
+    """What keeps k from being larger."""
 
 
 class RecentStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +100,9 @@ class DraftLinkStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of this target group."""
     is_waited_for: bool
     """Whether it has answered in time, when asked last."""
+    utilization: float | None = None
+    """0 to 1: of the last seconds, idle time included, the part in which it drafted for this target group.
+    None: an older version, which does not say."""
 
 
 class TargetGroupStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +174,9 @@ class DraftWorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How many it takes."""
     online: OnlineStatus | None = None
     """None: its draft model does not learn."""
+    utilization: float | None = None
+    """0 to 1: of the last seconds, idle time included, the part in which it drafted. A batch for several
+    target groups counts for each. None: no target group says."""
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,6 +59,7 @@ def answer_to(
     *,
     needs_start: bool = False,
     is_full: bool = False,
+    lacks_memory: bool = False,
     num_unread: int = 0,
 ) -> ProposeAnswer:
     """Answer with what was drafted, or say why nothing was."""
@@ -77,6 +78,7 @@ def answer_to(
         q_rows=proposal.q_rows if proposal is not None else None,
         is_full=is_full,
         num_unread=num_unread,
+        lacks_memory=lacks_memory,
     )
 
 

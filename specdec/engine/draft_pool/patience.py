@@ -27,6 +27,10 @@ class DraftDeadlineConfig(StrictConfig):
     reassign_after_s: float = Field(default=0.5, ge=0)
     """Requests of a drafter that has been silent for so many seconds move to another one, if there is one."""
 
+    def retry_interval_s(self, exponent: int) -> float:
+        """Return how long the next attempt waits, behind as many in vain."""
+        return min(self.max_retry_s, self.first_retry_s * 2.0 ** min(exponent, 30))
+
 
 class DraftPatience:
     """The state of the relation with one drafter: either it is waited for, or it is late.
@@ -78,7 +82,7 @@ class DraftPatience:
         """A round was sent."""
         if not self.is_waited_for(now_s):
             self._num_attempts += 1
-            self._retry_at_s = now_s + self._interval_s(self._num_attempts)
+            self._retry_at_s = now_s + self._config.retry_interval_s(self._num_attempts)
 
     def missed(self, now_s: float) -> None:
         """The deadline passed, or the link broke."""
@@ -87,9 +91,10 @@ class DraftPatience:
             self._late_since_s = now_s
         self._heard_since = False
         self._num_attempts = 0
-        self._retry_at_s = now_s + self._interval_s(0)
+        self._retry_at_s = now_s + self._config.retry_interval_s(0)
         # Being late once is what prefill looks like; only repetition costs a rest.
-        self._rest_until_s = now_s + (self._interval_s(self._num_misses - 2) if self._num_misses > 1 else 0.0)
+        rest_s = self._config.retry_interval_s(self._num_misses - 2) if self._num_misses > 1 else 0.0
+        self._rest_until_s = now_s + rest_s
 
     def heard(self) -> None:
         """Anything arrived from the drafter."""
@@ -107,9 +112,6 @@ class DraftPatience:
         else:
             beyond_s = max(0.0, elapsed_s - (self._round_s or 0.0))
             self._token_s = _blend(self._token_s, beyond_s / num_new_tokens)
-
-    def _interval_s(self, exponent: int) -> float:
-        return min(self._config.max_retry_s, self._config.first_retry_s * 2.0 ** min(exponent, 30))
 
 
 def _is_prefill(num_entries: int, num_new_tokens: int) -> bool:

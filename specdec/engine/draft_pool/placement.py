@@ -23,7 +23,7 @@ class DraftPlacementConfig(StrictConfig):
     rebalance_every_s: float = Field(default=1.0, gt=0)
     """Seconds between two looks at how evenly the sequences are spread."""
     max_moves: int = Field(default=4, ge=0)
-    """Sequences of one coordinator that change at a time; 0: none ever does without need."""
+    """Sequences of one coordinator that change between two looks; 0: none ever does without need."""
     imbalance: float = Field(default=0.25, ge=0)
     """A sequence changes only if the worker that it leaves is, still with it, busier by this part than the
     other one will be with it."""
@@ -44,6 +44,8 @@ class DraftWorkerView:
     """Whether it answers in time."""
     has_place: bool = True
     """Whether it may be given a sequence now."""
+    is_short_of_memory: bool = False
+    """Whether it has refused a sequence lately for want of memory: nothing is moved there without need."""
 
     @property
     def load(self) -> float:
@@ -101,7 +103,7 @@ def rebalance(workers: Sequence[DraftWorkerView], config: DraftPlacementConfig, 
     own = {worker: view.num_own for worker, view in views.items()}
     for _ in range(sum(view.num_own + view.num_others for view in views.values())):
         sources = [view for view in views.values() if own[view.worker] and view.num_own + view.num_others > 0]
-        destinations = [view for view in views.values() if view.has_place]
+        destinations = [view for view in views.values() if view.has_place and not view.is_short_of_memory]
         if not sources or not destinations:
             break
         source = max(sources, key=lambda view: view.load)
@@ -136,14 +138,12 @@ class Vacancy:
         self._retry_at_s = 0.0
 
     def has_place(self, now_s: float) -> bool:
-        """Whether to give it a sequence now. A full one is tried with one at a time."""
-        is_open = self._num_refusals == 0 and self.has_free_places
-        return is_open or now_s >= self._retry_at_s
+        """Whether to give it a sequence now. A full one is tried with one at a time.
 
-    @property
-    def has_free_places(self) -> bool:
-        """Whether it told last that it takes more; who has told nothing takes any number."""
-        return self._num_places is None or self._num_places > 0
+        Who has told nothing takes any number.
+        """
+        is_open = self._num_refusals == 0 and (self._num_places is None or self._num_places > 0)
+        return is_open or now_s >= self._retry_at_s
 
     def placed(self, now_s: float) -> None:
         """It was given a sequence."""
@@ -167,8 +167,60 @@ class Vacancy:
         self._num_refusals = max(0, self._num_refusals - 1)
 
     def _interval_s(self) -> float:
-        exponent = min(self._num_refusals, 30)
-        return min(self._config.max_retry_s, self._config.first_retry_s * 2.0**exponent)
+        return self._config.retry_interval_s(self._num_refusals)
+
+
+class MemoryShortage:
+    """For which sequences one draft worker has no memory, by their length and as far as it has refused some.
+
+    One that is shorter than all that it has refused may come at once. Others are tried one at a time: right
+    behind one that it had memory for, else seldomer the oftener one was tried.
+    """
+
+    def __init__(self, config: DraftDeadlineConfig) -> None:
+        self._config = config
+        self._shortest: int | None = None
+        """Tokens, of what it had no memory for."""
+        self._refused_s = 0.0
+        self._num_attempts = 0
+        self._retry_at_s = 0.0
+
+    def is_recent(self, now_s: float) -> bool:
+        """Whether it has refused any so lately that the next attempt may still be due."""
+        return self._shortest is not None and now_s - self._refused_s < 2.0 * self._config.max_retry_s
+
+    def is_doubtful(self, num_tokens: int) -> bool:
+        """Whether it has refused a sequence that was no longer than one of so many tokens."""
+        return self._shortest is not None and num_tokens >= self._shortest
+
+    def may_try(self, num_tokens: int, now_s: float) -> bool:
+        """Whether to give it a sequence of so many tokens now."""
+        return not self.is_doubtful(num_tokens) or now_s >= self._retry_at_s
+
+    def placed(self, num_tokens: int, now_s: float) -> None:
+        """It was given a sequence of so many tokens."""
+        if self.is_doubtful(num_tokens):
+            self._num_attempts += 1
+            self._retry_at_s = now_s + self._config.retry_interval_s(self._num_attempts)
+
+    def refused(self, num_tokens: int, now_s: float) -> None:
+        """It had no memory for one of so many tokens, or has none any more."""
+        if self._shortest is not None and self.is_recent(now_s):
+            self._shortest = min(num_tokens, self._shortest)
+        else:  # what was refused long ago says nothing of now
+            self._shortest, self._num_attempts = num_tokens, 0
+            self._retry_at_s = now_s + self._config.retry_interval_s(0)
+        self._refused_s = now_s
+
+    def accepted(self, num_tokens: int, now_s: float) -> None:
+        """It had memory for one of so many tokens.
+
+        That says little of the others that wait, as long as some are refused: all at once, they would be.
+        """
+        if self.is_doubtful(num_tokens):
+            self._retry_at_s = now_s
+            if not self.is_recent(now_s):
+                self._shortest = None
 
 
 def _comparable(workers: Sequence[DraftWorkerView]) -> list[DraftWorkerView]:

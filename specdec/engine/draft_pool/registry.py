@@ -14,6 +14,7 @@ from specdec.engine.draft_pool.patience import DraftDeadlineConfig, DraftPatienc
 from specdec.engine.draft_pool.placement import (
     DraftPlacementConfig,
     DraftWorkerView,
+    MemoryShortage,
     Move,
     Vacancy,
     place,
@@ -84,6 +85,7 @@ class DraftLink:
     worker: PeerId
     patience: DraftPatience
     vacancy: Vacancy
+    memory: MemoryShortage
     num_registered: int = 0
     num_others: int = 0
     """Other coordinators' sequences there, when it answered last."""
@@ -105,6 +107,7 @@ class DraftLink:
             capacity=self.capacity,
             is_ready=self.patience.is_waited_for(now_s),
             has_place=self.vacancy.has_place(now_s),
+            is_short_of_memory=self.memory.is_recent(now_s),
         )
 
 
@@ -138,11 +141,14 @@ class DraftRegistry:
         self._max_length = max_context
         self._chance = random.Random(name)
         self._next_rebalance_s = 0.0
+        self._moves_left: list[Move] = []
+        """Of the last look at the balance."""
         self._next_epoch = first_epoch
         self._too_long: set[RequestId] = set()
         self._set_aside: set[RequestId] = set()
         self._outgrown: dict[RequestId, dict[PeerId, float]] = {}
-        """Sequences that are too long for what is left of workers' memory, and when to ask those again."""
+        """Sequences that are too long for what is left of workers' memory, and when to ask those that refused
+        one again."""
         self._left_silent: dict[PeerId, set[RequestId]] = defaultdict(set)
         """Sequences that were taken from a silent worker, which may be dead, without an answer."""
         self._num_deaths: dict[RequestId, int] = {}
@@ -156,7 +162,8 @@ class DraftRegistry:
 
     def add(self, worker: PeerId) -> None:
         """Give sequences to this worker too."""
-        self.links[worker] = DraftLink(worker, DraftPatience(self._deadlines), Vacancy(self._deadlines))
+        config = self._deadlines
+        self.links[worker] = DraftLink(worker, DraftPatience(config), Vacancy(config), MemoryShortage(config))
         self._changed()
 
     def remove(self, worker: PeerId) -> None:
@@ -199,7 +206,7 @@ class DraftRegistry:
             del self._left_silent[worker]
         has_other = bool(silent) and any(its.is_waited_for(now_s) for its in patience.values())
         groups: dict[PeerId, list[S]] = defaultdict(list)
-        for sequence in sequences:
+        for sequence in self._in_order(sequences, now_s):
             if sequence.request_id in self._set_aside or self._is_deadly(sequence.request_id):
                 continue
             if self._max_length is not None and sequence.committed_len >= self._max_length:
@@ -242,29 +249,29 @@ class DraftRegistry:
                 behind.append(request_id)
         return frozenset(behind)
 
-    def refused(self, request_id: RequestId, now_s: float) -> bool:
-        """Look for another place when the sequence is asked for again: its worker knows nothing of it.
-
-        What is too long for the memory there, whether it had a place once or finds none of those that are
-        free, says nothing about places for others: whether that is the case is returned.
-        """
+    def refused(self, request_id: RequestId) -> None:
+        """Look for another place when the sequence is asked for again: its worker had none for it."""
         registration = self.registrations.pop(request_id)
-        worker = registration.worker
-        link = self.links[worker]
-        link.num_registered -= 1
-        is_too_long = (
-            registration.confirmed_len > 0
-            or link.vacancy.has_free_places
-            or worker in self._outgrown.get(request_id, {})
-        )
-        if is_too_long:
-            resting = self._outgrown.setdefault(request_id, {})
-            resting[worker] = now_s + self._deadlines.max_retry_s
-        return is_too_long
+        self.links[registration.worker].num_registered -= 1
 
-    def answered(self, request_id: RequestId, committed_len: int, num_unread: int) -> None:
+    def outgrown(self, request_id: RequestId, num_tokens: int, now_s: float) -> None:
+        """Look for another place, too: its worker has no memory for so many tokens of it, or none any more.
+
+        That says nothing of places for others, if they are shorter.
+        """
+        worker = self.registrations[request_id].worker
+        self.refused(request_id)
+        self.links[worker].memory.refused(num_tokens, now_s)
+        self._outgrown.setdefault(request_id, {})[worker] = now_s + self._deadlines.max_retry_s
+
+    def answered(self, request_id: RequestId, committed_len: int, num_unread: int, now_s: float) -> None:
         """The worker that has a sequence has answered for so many tokens, and has yet to read some."""
-        self.registrations[request_id].note_answer(committed_len, num_unread)
+        registration = self.registrations[request_id]
+        if registration.confirmed_len == 0:
+            link = self.links[registration.worker]
+            link.vacancy.accepted()
+            link.memory.accepted(committed_len, now_s)
+        registration.note_answer(committed_len, num_unread)
         if num_unread <= 0:
             self._num_deaths.pop(request_id, None)
 
@@ -287,28 +294,49 @@ class DraftRegistry:
             return "none"
         return "memory" if request_id in self._outgrown else "place"
 
-    def give(self, request_id: RequestId, worker: PeerId, now_s: float) -> Registration:
+    def give(self, sequence: Placed, worker: PeerId, now_s: float) -> Registration:
         """Give a sequence to a worker, taking it from the one that has it."""
-        self._leave(request_id)
-        registration = self.registrations[request_id] = Registration(worker, self._next_epoch)
+        self._leave(sequence.request_id)
+        registration = self.registrations[sequence.request_id] = Registration(worker, self._next_epoch)
         self._next_epoch += 1
         link = self.links[worker]
         link.num_registered += 1
         link.vacancy.placed(now_s)
+        link.memory.placed(sequence.committed_len, now_s)
         return registration
+
+    def _in_order(self, sequences: Sequence[S], now_s: float) -> Sequence[S]:
+        """Let those of which a worker may have no memory for but one come last, the shortest first.
+
+        Whoever is longer would find none either, and the next attempt is some time away.
+        """
+        shortages = [link.memory for link in self.links.values() if link.memory.is_recent(now_s)]
+        if not shortages:
+            return sequences
+
+        def doubtful_len(sequence: S) -> int:
+            num_tokens = sequence.committed_len
+            return num_tokens if any(its.is_doubtful(num_tokens) for its in shortages) else 0
+
+        return sorted(sequences, key=doubtful_len)
 
     def _register(self, sequence: Placed, now_s: float) -> Registration | None:
         """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
-        resting = self._outgrown.get(sequence.request_id, {})
-        views = [
-            link.view(now_s)
-            for name, link in self.links.items()
-            if link.continues(sequence) and now_s >= resting.get(name, now_s)
-        ]
-        worker = place(views, self._placement)
-        if worker is None:
-            return self.registrations.get(sequence.request_id)
-        return self.give(sequence.request_id, worker, now_s)
+        links = [link for link in self.links.values() if link.continues(sequence)]
+        with_memory = [link for link in links if self._may_have_memory(link, sequence, now_s)]
+        worker = place([link.view(now_s) for link in with_memory], self._placement)
+        if worker is not None:
+            return self.give(sequence, worker, now_s)
+        if len(with_memory) < len(links):
+            self._outgrown.setdefault(sequence.request_id, {})
+        else:
+            self._outgrown.pop(sequence.request_id, None)
+        return self.registrations.get(sequence.request_id)
+
+    def _may_have_memory(self, link: DraftLink, sequence: Placed, now_s: float) -> bool:
+        """Whether a worker may be asked for memory for a sequence."""
+        resting_until_s = self._outgrown.get(sequence.request_id, {}).get(link.worker, now_s)
+        return now_s >= resting_until_s and link.memory.may_try(sequence.committed_len, now_s)
 
     def _is_deadly(self, request_id: RequestId) -> bool:
         return self._num_deaths.get(request_id, 0) >= _MOST_DEATHS
@@ -333,6 +361,7 @@ class DraftRegistry:
 
     def _changed(self) -> None:
         self._next_rebalance_s = 0.0
+        self._moves_left = []
         self._note_lengths()
 
     def _note_lengths(self) -> None:
@@ -345,20 +374,34 @@ class DraftRegistry:
             self._max_length = min(longest, self._max_context or longest)
 
     def _rebalance(self, sequences: Sequence[Placed], now_s: float) -> None:
-        """Now and then, move some sequences of whom nothing is awaited from a busy worker to another.
+        """Now and then, see which workers are busier than others; move sequences of whom nothing is awaited.
 
-        The shortest are moved: they are soonest read.
+        A call may be about none of those that can be moved: in draft_ahead a round asks for next to nothing,
+        and a moment later for what is drafted ahead. So what is to move stays to be done until the next look.
         """
-        if now_s < self._next_rebalance_s:
-            return
-        self._next_rebalance_s = now_s + self._placement.rebalance_every_s
-        views = [link.view(now_s) for link in self.links.values()]
-        for move in rebalance(views, self._placement, self._chance.random()):
-            for request_id in self._movable(sequences, move):
-                self.give(request_id, move.destination, now_s)
-                self.num_moved += 1
+        if now_s >= self._next_rebalance_s:
+            self._next_rebalance_s = now_s + self._placement.rebalance_every_s
+            views = [link.view(now_s) for link in self.links.values()]
+            self._moves_left = rebalance(views, self._placement, self._chance.random())
+        if self._moves_left:
+            left = [self._move(sequences, move, now_s) for move in self._moves_left]
+            self._moves_left = [move for move in left if move.num_sequences > 0]
 
-    def _movable(self, sequences: Iterable[Placed], move: Move) -> list[RequestId]:
+    def _move(self, sequences: Iterable[Placed], move: Move, now_s: float) -> Move:
+        """Move what can be moved of these, the shortest first: they are soonest read. Return what is left."""
+        link = self.links[move.destination]
+        destination = link.view(now_s)
+        if not (destination.is_ready and destination.has_place) or destination.is_short_of_memory:
+            return move
+        num_moved = 0
+        for sequence in self._movable(sequences, move):
+            if num_moved < move.num_sequences and self._may_have_memory(link, sequence, now_s):
+                self.give(sequence, move.destination, now_s)
+                num_moved += 1
+        self.num_moved += num_moved
+        return move._replace(num_sequences=move.num_sequences - num_moved)
+
+    def _movable(self, sequences: Iterable[Placed], move: Move) -> list[Placed]:
         settled = [
             sequence
             for sequence in sequences
@@ -368,4 +411,4 @@ class DraftRegistry:
             and self.links[move.destination].continues(sequence)
         ]
         settled.sort(key=lambda sequence: sequence.committed_len)
-        return [sequence.request_id for sequence in settled[: move.num_sequences]]
+        return settled

@@ -113,6 +113,9 @@ class _Talk:
 
     address: PeerAddress
     link: DraftLink
+    drafting_share: RecentShare
+    drafting_s: float = 0.0
+    """It has drafted for so long, as it measures it."""
     arrivals: ArrivalClock = field(default_factory=ArrivalClock)
     asked: _Asked | None = None
 
@@ -232,7 +235,7 @@ class RemoteProposer:
         `speculation_cache_misses` (verdicts that continuations had, or had not, been prepared for),
         `speculation_cache_late` (of the misses, those whose continuations had not come in time),
         `draft_sequences_refused` (by workers that had no place for them), `draft_sequences_outgrown` (given
-        up, or refused, by a worker with places whose memory they were too long for), `draft_sequences_moved`
+        up, or refused, by a worker whose memory they were too long for), `draft_sequences_moved`
         (from a busy worker to one that was less so), `draft_sequences_too_long` (for any worker), what the
         draft workers count themselves (`DraftServer.counters`), and `worker_messages_dropped` at both ends.
         """
@@ -284,10 +287,11 @@ class RemoteProposer:
             return tuple(
                 DraftLinkStatus(
                     worker=worker,
-                    num_requests=link.num_registered,
-                    is_waited_for=link.patience.is_waited_for(now_s),
+                    num_requests=talk.link.num_registered,
+                    is_waited_for=talk.link.patience.is_waited_for(now_s),
+                    utilization=talk.drafting_share.take(talk.drafting_s),
                 )
-                for worker, link in self._registry.links.items()
+                for worker, talk in self._talks.items()
             )
 
     def set_workers(self, workers: Sequence[PeerAddress]) -> None:
@@ -409,7 +413,8 @@ class RemoteProposer:
             if worker not in self._talks:
                 self._channel.connect(address)
                 self._registry.add(worker)
-                self._talks[worker] = _Talk(address, self._registry.links[worker])
+                link = self._registry.links[worker]
+                self._talks[worker] = _Talk(address, link, RecentShare(self._clock))
 
     def _wishes(
         self,
@@ -561,6 +566,7 @@ class RemoteProposer:
         if reply.counts is not None:
             self._counters.update(reply.counts)
         self._count("draft_compute_seconds", reply.draft_s)
+        talk.drafting_s += reply.draft_s
         self._drafting_s = max(self._drafting_s, reply.draft_s)
         if reply.max_sequences > 0:
             link.capacity = reply.max_sequences
@@ -597,15 +603,17 @@ class RemoteProposer:
         registration = self._registry.registrations.get(answer.request_id)
         if registration is not None and registration.epoch == answer.epoch:
             self._reading.discard(answer.request_id)
-            if answer.is_full:
-                is_too_long = self._registry.refused(answer.request_id, self._clock.now_s())
-                self._counters["draft_sequences_outgrown" if is_too_long else "draft_sequences_refused"] += 1
+            now_s = self._clock.now_s()
+            if answer.is_full and answer.lacks_memory:
+                self._registry.outgrown(answer.request_id, answer.committed_len, now_s)
+                self._counters["draft_sequences_outgrown"] += 1
+            elif answer.is_full:
+                self._registry.refused(answer.request_id)
+                self._counters["draft_sequences_refused"] += 1
             elif answer.needs_start:
                 registration.start_again()
             else:
-                if registration.confirmed_len == 0:
-                    self._registry.links[registration.worker].vacancy.accepted()
-                self._registry.answered(answer.request_id, answer.committed_len, answer.num_unread)
+                self._registry.answered(answer.request_id, answer.committed_len, answer.num_unread, now_s)
         key = _PrefixKey(answer.request_id, answer.epoch, answer.committed_len, answer.prefix_hash)
         expected = pending.get(answer.request_id) if pending is not None else None
         if expected is None or expected.key != key:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -233,8 +233,8 @@ class DraftServer:
         """rounds (batches), entries, ahead_entries (of these, with a fan-out), stale_entries,
         invalid_entries, shortened_entries (that wished for more draft tokens than there may be),
         unsupported_entries (with a fan-out, for a proposer that cannot look ahead: it reads the tokens, no
-        more), restarts_asked, refused_entries (no place), displaced_sequences (gave way to another),
-        outgrown_sequences (their coordinator's share of the memory is too small for them now),
+        more), restarts_asked, refused_entries (no place, or no memory), displaced_sequences (gave way to
+        another), outgrown_sequences (their coordinator's share of the memory is too small for them now),
         unread_dropped (their coordinator said too much at a time), states_asked_again (sequences whose
         hidden states were lost), unexpected_messages (not for a draft worker, or of a coordinator that is
         none any more); and by metric name what coordinators are told: `draft_grammar_failures`, what the
@@ -398,16 +398,21 @@ class DraftServer:
             # Nothing can be drafted behind it: there is no reason to keep it, or to look at its tokens.
             self._forget(client, name)
             return answer_to(entry)
+        opening = None if mirror is not None and entry.epoch == mirror.epoch else entry.opening
+        if opening is not None:
+            # What finds no place may be as long as a text can be: nobody looks at its tokens.
+            self._forget(client, name)
+            lacking = self._make_place(coordinator, client, entry)
+            if lacking is not None:
+                self.counters["refused_entries"] += 1
+                return answer_to(entry, is_full=True, lacks_memory=lacking == "memory")
         if not are_token_ids(entry.token_ids):
             self.counters["invalid_entries"] += 1
             return None
-        if (mirror is None or entry.epoch > mirror.epoch) and entry.opening is not None:
-            self._forget(client, name)
-            if not self._make_place(coordinator, client, entry):
-                self.counters["refused_entries"] += 1
-                return answer_to(entry, is_full=True)
+        if opening is not None:
+            self._displace_most()
             inner_id = sequence_name(coordinator, name, entry.epoch)
-            mirror = client.mirrors[name] = _Mirror(inner_id, entry.epoch, entry.opening, self._grammars)
+            mirror = client.mirrors[name] = _Mirror(inner_id, entry.epoch, opening, self._grammars)
             self._num_sequences += 1
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
             self._forget(client, name, is_sound=False)
@@ -423,18 +428,29 @@ class DraftServer:
         client.wishes[name] = _Wish(coordinator, client.round_id, entry, mirror, num_new, read_s)
         return None
 
-    def _make_place(self, coordinator: PeerId, client: _Client, entry: ProposeEntry) -> bool:
-        """Return whether one more sequence of a coordinator has a place, if need be after others gave way."""
+    def _make_place(
+        self, coordinator: PeerId, client: _Client, entry: ProposeEntry
+    ) -> Literal["place", "memory"] | None:
+        """Return what one more sequence of a coordinator lacks, though idle ones of its own have given way.
+
+        None: nothing, or a place that somebody has beyond a fair share.
+        """
         num_tokens = min(entry.committed_len + entry.num_draft_tokens, self._max_length)
-        while self._num_places(coordinator) <= 0 or not (
-            self._memory is None or self._memory.has_room(coordinator, num_tokens)
-        ):
+        while True:
+            lacking: Literal["place", "memory"]
+            if self._num_places(coordinator) <= 0:
+                lacking = "place"
+            elif self._memory is not None and not self._memory.has_room(coordinator, num_tokens):
+                lacking = "memory"
+            else:
+                return None
             if not self._forget_idle(client):
-                return False
+                return lacking
+
+    def _displace_most(self) -> None:
+        """Have a sequence of whoever has most of them give way, where all places are taken."""
         if self.num_sequences >= self._max_sequences:
-            most = max(self._clients.values(), key=lambda other: len(other.mirrors))
-            self._displace(most)
-        return True
+            self._displace(max(self._clients.values(), key=lambda other: len(other.mirrors)))
 
     @property
     def _max_sequences(self) -> int:
@@ -500,7 +516,9 @@ class DraftServer:
                 if num_unread and self._reads_on(wish, num_unread, draft_s):
                     continue
             spent_s[wish.coordinator] = max(draft_s + wish.read_s, spent_s[wish.coordinator])
-            answer = answer_to(wish.entry, its_proposals, is_full=is_full, num_unread=num_unread)
+            answer = answer_to(
+                wish.entry, its_proposals, is_full=is_full, lacks_memory=is_full, num_unread=num_unread
+            )
             if not is_full and (rows_from := self._lost_rows(wish.mirror)) >= 0:
                 answer = msgspec.structs.replace(answer, rows_from=rows_from)
             answers[wish.coordinator].append(answer)

@@ -196,4 +196,5 @@ def _choice(state: ControllerState, mean_kv_budget: float | None) -> ChoiceStatu
         expected_acceptance=state.acceptance,
         pool_worth=state.pool_worth,
         mean_kv_budget=mean_kv_budget,
+        bounded_by=state.bounded_by,
     )

@@ -1,4 +1,4 @@
-"""Measures what drafts cost, before an engine takes requests; see `profiling`."""
+"""Measures what drafts cost, before an engine takes requests; see `rounds`."""
 
 from __future__ import annotations
 

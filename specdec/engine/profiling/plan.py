@@ -31,8 +31,6 @@ class ProfilePlan:
     max_num_batched_tokens: int
     max_draft_tokens: int
     budget_s: float
-    num_stepped_rows: int = 0
-    """See `CostProfile.num_stepped_rows`."""
     kv_budget: TokenBudget | None = None
     """What drafts attend to; None: everything."""
     budgeted_drafter: int = 0

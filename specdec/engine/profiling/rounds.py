@@ -415,5 +415,5 @@ def measure_profile(
         draft=first,
         other_drafts=tuple(others),
         is_draft_complete=is_complete,
-        num_stepped_rows=plan.num_stepped_rows,
+        row_buckets=target.description.row_buckets,
     )

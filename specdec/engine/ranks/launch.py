@@ -25,7 +25,7 @@ _FAREWELL_S = 10.0
 
 
 class FollowerProcesses:
-    """Implements `rank_leader.Followers`: processes that this one has started."""
+    """Implements `leader.Followers`: processes that this one has started."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []

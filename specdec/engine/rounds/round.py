@@ -323,7 +323,8 @@ class RoundLoop:
     def _look_ahead(self, flight: _Flight) -> None:
         """Ask for continuations of what the round in flight may bring.
 
-        Whose prompt ends in it has no drafts in it, but in the next one, for which nobody should wait.
+        Whose prompt ends in it has no drafts in it, but in the next one, for which nobody should wait. It is
+        given as many as others have, which is within all bounds, or fewer if it asks for fewer.
         """
         assert self._ahead is not None
         wishes = []
@@ -332,7 +333,7 @@ class RoundLoop:
             budget = flight.budgets.get(work.request_id, 0)
             if not live.is_decoding:
                 own = live.requested_draft_tokens
-                budget = min(usual if own is None else own, live.max_draft_tokens)
+                budget = min(usual if own is None else min(own, usual), live.max_draft_tokens)
             if budget == 0 or work.num_sampled_rows == 0:
                 continue
             proposal = flight.proposals.get(work.request_id)

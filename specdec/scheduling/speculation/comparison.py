@@ -59,6 +59,14 @@ class Comparison:
         best = max((option.rate for kind, option in self.options.items() if kind != "plain"), default=0.0)
         return "measured_slower" if best > self.usual.rate * (1.0 + self.margin) else "no_gain"
 
+    @property
+    def is_bounded_by_targets(self) -> bool:
+        """Whether something would be better than what is done, did it not break a latency target."""
+        enough = self.usual.rate * (1.0 + self.margin)
+        return self.usual.unbounded_rate is not None or any(
+            (option.unbounded_rate or 0.0) > enough for option in self.options.values()
+        )
+
     def other_mode(self) -> Option | None:
         """Return the best other mode of which little is known; None: there is none.
 

@@ -72,10 +72,11 @@ class VerifyCost:
     a is what reading the cache costs once per sequence, b what it costs again for every row.
     """
 
-    def __init__(self, points: Sequence[VerifyPoint], num_stepped_rows: int, max_rows: int) -> None:
-        """Fit measured points; tables have entries up to `max_rows`."""
+    def __init__(self, points: Sequence[VerifyPoint], max_rows: int, row_buckets: Sequence[int] = ()) -> None:
+        """Fit measured points; tables have entries up to `max_rows`. See `TargetDescription.row_buckets`."""
+        padded = _padded(np.arange(max_rows + 1), row_buckets)
         self._measured = np.array(sorted({point.num_rows for point in points}))
-        self._knots = _finer(self._measured, num_stepped_rows, max_rows)
+        self._knots = _finer(self._measured, row_buckets, int(padded[-1]))
         self._per_token, self._per_token_and_row, error = _context_slopes(points)
         self.own_context_s = max(0.0, self._per_token_and_row - error)
         """What a row costs by each token of its own sequence's context, so far as that is clear: seconds that
@@ -83,14 +84,10 @@ class VerifyCost:
         self._base = self._fit_base(points)
         self._corrections = Corrections(len(self._knots), _CONTEXT_REGIONS)
         self._max_rows = max_rows
-        self._rows = np.arange(max_rows + 1)
-        up = np.minimum(np.searchsorted(self._knots, self._rows), len(self._knots) - 1)
-        is_stepped = self._rows <= min(num_stepped_rows, int(self._knots[-1]))
-        lookup = np.where(is_stepped, self._knots[up], self._rows).astype(np.float64)
-        self._left = np.clip(np.searchsorted(self._knots, lookup, side="right") - 1, 0, len(self._knots) - 1)
+        self._left = np.clip(np.searchsorted(self._knots, padded, side="right") - 1, 0, len(self._knots) - 1)
         self._right = np.minimum(self._left + 1, len(self._knots) - 1)
         width = np.maximum(self._knots[self._right] - self._knots[self._left], 1)
-        self._share = np.clip((lookup - self._knots[self._left]) / width, 0.0, 1.0)
+        self._share = np.clip((padded - self._knots[self._left]) / width, 0.0, 1.0)
         self._nearest = np.where(self._share < 0.5, self._left, self._right)
 
     def table(self, num_sequences: int, context_tokens: float, *, is_overlapped: bool = False) -> Floats:
@@ -164,11 +161,22 @@ class VerifyCost:
         return fitted
 
 
-def _finer(measured: NDArray[np.int64], num_stepped_rows: int, max_rows: int) -> NDArray[np.int64]:
+def _padded(rows: NDArray[np.int64], row_buckets: Sequence[int]) -> NDArray[np.int64]:
+    """Return as how many rows such numbers of them run."""
+    if not row_buckets:
+        return rows
+    at = np.minimum(np.searchsorted(row_buckets, rows), len(row_buckets) - 1)
+    padded: NDArray[np.int64] = np.maximum(rows, np.asarray(row_buckets)[at])
+    return padded
+
+
+def _finer(measured: NDArray[np.int64], row_buckets: Sequence[int], max_rows: int) -> NDArray[np.int64]:
     """Add numbers of rows between those that were measured, and above, for what rounds tell of them later."""
     between = [*range(1, 9), *(int(8 * 2 ** (step / 4)) for step in range(1, 64))]
-    first, last = max(int(measured[0]), num_stepped_rows), max(int(measured[-1]), max_rows)
-    inside = [rows for rows in between if first < rows < last]
+    first, last = int(measured[0]), max(int(measured[-1]), max_rows)
+    largest = max(row_buckets, default=0)
+    there = [*row_buckets, *(rows for rows in between if rows > largest)]
+    inside = [rows for rows in there if first < rows < last]
     finer: NDArray[np.int64] = np.unique(np.concatenate((measured, inside, [last])).astype(np.int64))
     return finer
 
@@ -470,7 +478,7 @@ class CostModel:
             num_drafters: those that the profile says nothing of are thought to cost what is usual.
             tree_levels: by drafter; see `DraftCost`. Those for which nothing is said draft chains.
         """
-        self.verify = VerifyCost(profile.verify, profile.num_stepped_rows, max_rows)
+        self.verify = VerifyCost(profile.verify, max_rows, profile.row_buckets)
         known = [points or assumed_profile().draft for points in profile.drafts]
         known += [assumed_profile().draft] * (num_drafters - len(known))
         levels = [*tree_levels, *[()] * len(known)]

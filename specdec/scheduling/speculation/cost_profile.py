@@ -13,7 +13,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FORMAT = 6
+PROFILE_FORMAT = 7
 """Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
 DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
 
@@ -59,8 +59,8 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     is_draft_complete: bool = True
     """Whether that is all there will be of drafts. Where a drafter was late, or busy with others' drafts, the
     next start goes on."""
-    num_stepped_rows: int = 0
-    """Up to so many rows, a step costs what the next measured number of rows costs: rows are padded to it."""
+    row_buckets: tuple[int, ...] = ()
+    """See `TargetDescription.row_buckets`."""
     format: int = PROFILE_FORMAT
 
     @property

@@ -14,7 +14,7 @@ from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.acceptance import Floats
 from specdec.scheduling.speculation.batch_sizes import size_class
 from specdec.scheduling.speculation.controller import RoundObservation
-from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.explanation import Bound, Reason
 from specdec.scheduling.speculation.goodput import Batch, Kind, Option
 from specdec.scheduling.speculation.modes import OverlapMode
 
@@ -44,6 +44,7 @@ class Decision:
     option: Option
     """What is done."""
     reason: Reason
+    bounded_by: Bound
     num_draft_tokens: Sequence[int]
     """By request."""
     is_partial: bool

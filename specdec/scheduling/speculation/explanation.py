@@ -27,6 +27,10 @@ more / less; measured_slower: expected to gain, but measured rounds say otherwis
 probing: off, and trying for a few rounds whether that is still right; auditing: on, and looking for a few
 rounds how fast it goes without; stretching: on, with longer drafts for a few rounds than are thought best;
 comparing: looking for a few rounds how fast another mode goes; idle: nothing has been decided yet."""
+Bound = Literal["none", "slo", "batch_size"]
+"""What keeps k, as chosen but for trials, from being larger. slo: longer drafts are expected to bring more,
+but to make rounds longer than somebody's `slo.itl_ms`; batch_size: k is what
+`num_speculative_tokens_per_batch_size` allows at most with so many requests; none: neither of them."""
 
 IN_WORDS: Mapping[Reason, str] = {
     "configured": "k is fixed by the configuration",
@@ -41,6 +45,11 @@ IN_WORDS: Mapping[Reason, str] = {
     "comparing": "in another mode for a few rounds to see whether that is faster",
     "idle": "nothing has been decided yet",
 }
+BOUNDS_IN_WORDS: Mapping[Bound, str] = {
+    "slo": "longer drafts would break somebody's slo.itl_ms",
+    "batch_size": "no more is allowed by num_speculative_tokens_per_batch_size",
+}
+"""Without `none`, of which there is nothing to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,7 @@ class ControllerState:
     mode: OverlapMode = "lockstep"
     is_speculating: bool = False
     reason: Reason = "idle"
+    bounded_by: Bound = "none"
     mean_num_draft_tokens: float = 0.0
     """Mean k over the requests of the last decision."""
     num_requests_by_k: tuple[int, ...] = ()

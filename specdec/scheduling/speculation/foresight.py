@@ -104,6 +104,10 @@ class Foresight:
         each = [self._of_cohort(one, time_factors, plain_s) for one in cohorts]
         if all(one.kind == "plain" for one in each):
             return None
+        unbounded_rate = None
+        if any(one.unbounded_rate is not None for one in each):
+            # Of the tokens of one cohort in about half of the time.
+            unbounded_rate = 0.5 * sum(one.unbounded_rate or one.rate for one in each)
         return Option(
             kind="ping_pong",
             num_draft_tokens=np.concatenate([one.num_draft_tokens for one in each]),
@@ -115,6 +119,7 @@ class Foresight:
             beside_prompts_s=sum(
                 one.round_s if one.beside_prompts_s is None else one.beside_prompts_s for one in each
             ),
+            unbounded_rate=unbounded_rate,
         )
 
     def price_s(self, batch: Batch, option: Option) -> float:

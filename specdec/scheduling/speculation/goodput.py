@@ -144,6 +144,8 @@ class Option(NamedTuple):
     """Expected seconds of a round that reads no prompts; None: as all others."""
     beside_prompts_s: float | None = None
     """Expected seconds, but for those of the prompts, of a round that reads some; None: as all others."""
+    unbounded_rate: float | None = None
+    """Expected tokens per second of what would be best if nobody had a latency target; None: this is."""
 
     @property
     def rate(self) -> float:
@@ -152,11 +154,12 @@ class Option(NamedTuple):
 
     def shortened(self, factor: float) -> Option:
         """Return the same in so much of the time."""
-        alone_s, beside_s = self.alone_s, self.beside_prompts_s
+        alone_s, beside_s, unbounded_rate = self.alone_s, self.beside_prompts_s, self.unbounded_rate
         return self._replace(
             round_s=factor * self.round_s,
             alone_s=None if alone_s is None else factor * alone_s,
             beside_prompts_s=None if beside_s is None else factor * beside_s,
+            unbounded_rate=None if unbounded_rate is None else unbounded_rate / factor,
         )
 
 
@@ -224,10 +227,12 @@ class Evaluation:
         """[S, K]: what draft rows cost the target more than those of a sequence of mean context; None: they
         do not."""
         self._rank_tokens()
+        self._cuts_wishes = False
         if batch.itl_s and self._num_asked > 0:
             kept = self._wishes_within_targets()
             if kept is not None:
                 self._batch = replace(batch, requested=kept)
+                self._cuts_wishes = True
                 self._rank_tokens()
 
     @property
@@ -236,6 +241,11 @@ class Evaluation:
         room for.
         """
         return self._batch
+
+    @property
+    def cuts_wishes(self) -> bool:
+        """Whether requests ask for more drafts than all targets leave room for."""
+        return self._cuts_wishes
 
     def _rank_tokens(self) -> None:
         """Order draft tokens by how likely they are accepted, and add up over the first ones, no deeper than
@@ -585,9 +595,10 @@ class Evaluation:
             rates[self._taking_part[:, least_draft_tokens - 1] < 0.5 * self._taking_part[:, 0]] = 0.0
         rates[: self._asked_at] = 0.0
         rates[:, : self._least_depth] = 0.0
+        rates[0] = 0.0
+        highest = float(rates.max())
         if self._batch.itl_s:
             rates[self._is_too_long(kind, round_s)] = 0.0
-        rates[0] = 0.0
         at, depth = divmod(int(rates.argmax()), rates.shape[1])
         if rates[at, depth] <= 0.0:
             return None
@@ -606,6 +617,7 @@ class Evaluation:
             num_branches=num_branches,
             alone_s=float(round_s.alone[at, depth]),
             beside_prompts_s=float(round_s.beside_prompts[at, depth]),
+            unbounded_rate=highest if highest > rates[at, depth] else None,
         )
 
     def _is_too_long(self, kind: Kind, round_s: _RoundTimes) -> NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.decision import Decision, Region, added_up, levels_of, region_of
 from specdec.scheduling.speculation.evidence import Overheads
-from specdec.scheduling.speculation.explanation import ControllerState
+from specdec.scheduling.speculation.explanation import Bound, ControllerState, Reason
 from specdec.scheduling.speculation.foresight import Foresight
 from specdec.scheduling.speculation.goodput import Ints, Kind
 from specdec.scheduling.speculation.kind_switch import KindSwitch
@@ -336,7 +336,8 @@ class GoodputController:
         option, reason = tried_or_usual(self._trials, compared, longer)
         if before is None and reason in _SETTLING:
             self._evidence.forget_lately(option.kind)
-        if reason == "no_gain" and len(options) == 1 and math.isfinite(evaluation.bound_s):
+        has_targets = math.isfinite(evaluation.bound_s) and batch.caps.any()
+        if reason == "no_gain" and len(options) == 1 and has_targets:
             reason = "latency_target"
         chosen: Ints = option.num_draft_tokens
         is_partial = reason == "probing" and option.kind == "lockstep" and compared.in_doubt()[1]
@@ -355,6 +356,7 @@ class GoodputController:
             undrafted_rate=evaluation.undrafted_rate * self._evidence.factor(self._round, "plain", region),
             option=option,
             reason=reason,
+            bounded_by=self._bound_of(prospects, compared, reason),
             num_draft_tokens=chosen.tolist(),
             is_partial=is_partial,
             acceptance_levels=levels_of(accepted),
@@ -362,6 +364,18 @@ class GoodputController:
             gains=added_up(batch.estimate.reached)[np.arange(len(sequences)), chosen].tolist(),
             gains_if_drafted=added_up(np.cumprod(accepted, axis=1, dtype=np.float64)).tolist(),
         )
+
+    def _bound_of(self, prospects: Prospects, compared: Comparison, reason: Reason) -> Bound:
+        """Return what keeps k from being larger, but for trials."""
+        is_short_for_targets = reason == "latency_target" or compared.is_bounded_by_targets
+        if is_short_for_targets or prospects.evaluation.cuts_wishes:
+            return "slo"
+        batch = prospects.batch
+        cap = self._settings.cap_for(batch.num_sequences)
+        if cap == self._settings.max_draft_tokens:
+            return "none"
+        is_at_cap = (batch.requested < 0) & (compared.usual.num_draft_tokens >= cap)
+        return "batch_size" if is_at_cap.any() else "none"
 
     def _kind_for(self, rates: dict[Kind, float], num_sequences: int) -> Kind:
         """Return what is done but for trials; see to it that a change of it is known."""
@@ -491,6 +505,7 @@ class GoodputController:
             mode=self.mode,
             is_speculating=any(decision.num_draft_tokens),
             reason=decision.reason,
+            bounded_by=decision.bounded_by,
             mean_num_draft_tokens=float(np.mean(decision.num_draft_tokens)),
             num_requests_by_k=tuple(by_k.tolist()),
             goodput_on=max(by_mode.values(), default=0.0),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specdec.attention import flashinfer
 from specdec.core.extras import how_to_install
-from specdec.model import quantization
+from specdec.model import quantization, tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -30,7 +30,7 @@ def test_every_extra_that_errors_name_is_there() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {name for text in sources().values() for name in re.findall(r"how_to_install\('(\w+)'\)", text)}
     assert len(named) > 3
-    assert {*named, flashinfer.EXTRA, quantization.EXTRA} <= set(extras)
+    assert {*named, flashinfer.EXTRA, quantization.EXTRA, tokenizer.SENTENCEPIECE} <= set(extras)
 
 
 def test_no_error_asks_for_a_distribution_of_an_index() -> None:

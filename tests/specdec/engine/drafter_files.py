@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.architectures import make_tokenizer, save_model
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.fitted_drafters import FittedDrafters
-from tests.specdec.engine.targets.test_target_drafting import Bench
 
 
 class DrafterFiles:

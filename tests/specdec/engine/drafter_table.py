@@ -194,6 +194,8 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
     "hydra++": _heads("hydra", "hydra++"),
     "eagle": _heads("eagle"),
     "eagle3": _heads("eagle3"),
+    "eagle3 of a part of the vocabulary": _heads("eagle3", "eagle3 of a part"),
+    "eagle3.1": _heads("eagle3", "eagle3.1"),
     "eagle3 with a window": _heads("eagle3", kv=_STREAMING),
     "mtp": _heads("mtp"),
     "mtp of three": _heads("mtp", "mtp of three"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specdec.drafters.attention import CausalRows
-from specdec.drafters.base import FeatureDrafter, TargetParts
+from specdec.drafters.base import FeatureDrafter, SequentialHeads, TargetParts
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
 from specdec.drafters.checkpoints.hydra import save_hydra
@@ -24,10 +24,18 @@ from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.parallel_heads import ParallelHeads
+from specdec.drafters.vocabulary import DraftVocabulary
+from specdec.proposers.heads import Heads
+from tests.architectures import VOCAB_SIZE
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.linear_heads import hidden_of
-from tests.specdec.engine.targets.test_target_drafting import PROMPTS, Bench
-from tests.specdec.engine.test_head_layers import NUM_HEADS
-from tests.specdec.engine.test_head_layers import fit as fit_heads
+from tests.specdec.engine.tiny_models import PROMPTS
+
+NUM_HEADS = 3
+KNOWN_IDS = torch.arange(VOCAB_SIZE)[torch.arange(VOCAB_SIZE) % 8 != 7]
+"""Of a drafter that knows a part of the vocabulary; the target also says others."""
+_IGNORED = -100
+"""Of tokens that the drafter cannot say."""
 
 
 def fit(
@@ -49,11 +57,41 @@ def fit(
                 CausalRows(),
                 depth,
             )
-            guesses = drafter.logits(made.outputs[0, :-1])
-            loss = loss + torch.nn.functional.cross_entropy(guesses, tokens[0, 2 + depth :])
+            guesses, wanted = drafter.logits(made.outputs[0, :-1]), tokens[0, 2 + depth :]
+            if (vocabulary := drafter.vocabulary) is not None:
+                guesses = vocabulary.expand(guesses)
+                wanted = wanted.where(vocabulary.t2d[wanted], _IGNORED)
+            loss = loss + torch.nn.functional.cross_entropy(guesses, wanted, ignore_index=_IGNORED)
             if drafter.num_modules == 1:
                 loss = loss + torch.nn.functional.smooth_l1_loss(made.features, true[:, 1:].detach())
             features = made.features
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def fit_heads(heads: Heads, bench: Bench, num_steps: int = 150) -> None:
+    """Fit every head to the tokens that it is to give, behind every row of texts of the target."""
+    reference = bench.models.reference("llama")
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for kind in ("greedy", "plain"):
+        for prompt, stream in zip(PROMPTS, bench.alone("llama", kind), strict=True):
+            text = [*prompt, *stream]
+            rows.append((torch.tensor(text), hidden_of(reference, text, heads.hidden_layers)))
+    parameters = [one for one in heads.parameters() if one.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=3e-3)
+    for step in range(num_steps):
+        tokens, hidden = rows[step % len(rows)]
+        prepared = heads.prepare(hidden[None], torch.arange(len(tokens))[None], CausalRows())[0]
+        loss = torch.zeros(())
+        for depth in range(NUM_HEADS):
+            known = len(tokens) - depth - 2
+            if isinstance(heads, SequentialHeads):
+                paths = tokens.unfold(0, depth + 1, 1)[1 : known + 1]
+                guesses = heads.logits(depth, prepared[:known], paths)
+            else:
+                guesses = heads.logits(prepared)[depth, :known]
+            loss = loss + torch.nn.functional.cross_entropy(guesses, tokens[depth + 2 :])
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -81,10 +119,7 @@ class FittedDrafters:
             elif method == "mtp of three":
                 drafter = Mtp(self._target, num_modules=3)
             else:
-                settings = Eagle3Settings(
-                    config=self._target.config, fused_layers=(0, 1), has_embeddings=True
-                )
-                drafter = Eagle3(self._target, settings)
+                drafter = self._eagle3(method)
             fit(drafter, self._bench.models.reference("llama"), self._texts())
             self._fitted[method] = drafter.requires_grad_(requires_grad=False).eval()
         return self._fitted[method]
@@ -106,6 +141,8 @@ class FittedDrafters:
             save: Any = {
                 "eagle": save_eagle,
                 "eagle3": save_eagle3,
+                "eagle3 of a part": save_eagle3,
+                "eagle3.1": save_eagle3,
                 "mtp": save_mtp,
                 "mtp of three": save_modules,
             }[method]
@@ -118,6 +155,20 @@ class FittedDrafters:
             for kind in ("greedy", "plain")
             for prompt, stream in zip(PROMPTS, self._bench.alone("llama", kind), strict=True)
         ]
+
+    def _eagle3(self, kind: str) -> Eagle3:
+        is_later = kind == "eagle3.1"
+        settings = Eagle3Settings(
+            config=self._target.config,
+            fused_layers=(0, 1),
+            has_embeddings=True,
+            fc_norm=is_later,
+            norm_output=is_later,
+        )
+        is_part = kind == "eagle3 of a part"
+        return Eagle3(
+            self._target, settings, DraftVocabulary.of_ids(KNOWN_IDS, VOCAB_SIZE) if is_part else None
+        )
 
     @torch.no_grad()
     def _medusa(self) -> Medusa:

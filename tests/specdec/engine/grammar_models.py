@@ -6,6 +6,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -108,3 +109,13 @@ class GrammarModels:
             controller=FixedController(num_draft_tokens),
             grammar=grammar,
         )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> GrammarModels:
+    return GrammarModels(tmp_path_factory.mktemp("models"))
+
+
+def token_of(models: GrammarModels, text: str) -> int:
+    (token_id,) = models.tokenizer.encode(text)
+    return token_id

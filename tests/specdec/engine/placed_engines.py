@@ -1,4 +1,4 @@
-"""Engines of a configuration over ranks, or over workers on a simulated network, as a cluster builds them."""
+"""Engines of a configuration: compiled, over ranks, or over workers on a simulated network."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
+
+import pytest
 
 from cluster.pool_drafter import capabilities_in_pool, drafter_of_pool
 from specdec.core.clock import Clock, ManualClock
@@ -149,3 +151,12 @@ def _engine(
         kv_budgets=kv_budgets_of(speculative),
         drafters=drafters_of(speculative),
     )
+
+
+def compile_all(engine: Engine) -> None:
+    """Skip the test where nothing can be compiled."""
+    engine.warm_up()
+    states = [work.state for work in engine.idle_work]
+    if states[0] == "failed":
+        pytest.skip("no compiled forward here")
+    assert set(states) == {"ready"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import noisy_scores
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
+from tests.architectures import save_model
 from tests.rank_pool import Failure, RankPool
 from tests.specdec.engine.tree_drafters import Bushy
 
@@ -71,6 +73,43 @@ CONSTRAINED = SamplingParams(
 CONSTRAINED_GREEDY = SamplingParams(
     grammar=Grammar("regex", "[^e]{200}"), temperature=0.0, repetition_penalty=1.1, max_tokens=NUM_TOKENS
 )
+RANKS_BY_ARCHITECTURE = {
+    "llama": 4,
+    "llama_tied": 2,
+    "qwen2": 2,
+    "qwen3": 2,
+    "mistral": 4,
+    "gpt_neox": 2,
+    "gpt2": 4,
+    "phi3": 2,
+    "phi3_longrope": 2,
+    "llama_dynamic_ntk": 2,
+    "gemma2": 4,
+    "gemma3": 2,
+    "gemma3_with_images": 2,
+    "starcoder2": 2,
+    "mixtral": 2,
+    "qwen2_moe": 2,
+    "olmo2": 4,
+    "granite": 2,
+    "cohere2": 2,
+    "qwen3_moe": 2,
+    "falcon": 4,
+    "falcon_multi_query": 2,
+    "falcon_multi_head": 2,
+}
+"""Every architecture with one number of ranks; the long run takes both."""
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def make(architecture: str) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks-{architecture}")
+        save_model(folder, architecture)
+        return folder
+
+    return make
 
 
 class Served(NamedTuple):

@@ -7,7 +7,7 @@ compiled; over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ from tests.architectures import save_model, save_wide_model
 from tests.rank_pool import Pools
 from tests.specdec.engine.ranked_engines import PROMPTS as PROMPTS_OF_RANKS
 from tests.specdec.engine.ranked_engines import config_of, drafting, lead
-from tests.specdec.engine.test_identity import ragged_prompts
+from tests.specdec.engine.tiny_models import ragged_prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 NUM_TOKENS = 12
 PROMPTS = ragged_prompts(4, seed=1)
 PARAMS = {
@@ -95,14 +96,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     save_wide_model(found.target)
     save_model(found.other)
     return found
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_of(folders: Folders, setting: Setting, target: dict[str, Any]) -> Engine:

@@ -23,9 +23,9 @@ from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
-from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, sequence
+from tests.specdec.engine.draft_pool.wanted_drafts import budgets, sequence
+from tests.specdec.engine.random_schedules import random_faults
 from tests.specdec.engine.remote_cluster import MODEL, OTHER_MODEL, VOCAB, Cluster, expected
-from tests.specdec.engine.test_remote_schedules import random_faults
 
 BUDGET, SINK, PIECE, BLOCK = 16, 4, 8, 4
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")

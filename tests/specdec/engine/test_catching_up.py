@@ -24,10 +24,10 @@ from specdec.scheduling.speculation.controller import FixedController, RoundObse
 from specdec.scheduling.state import Schedulable
 from specdec.transport.memory import Faults
 from tests.specdec.engine import toy_engines
-from tests.specdec.engine.draft_pool.test_remote_proposer import FreeSequence, budgets, scripted, sequence
-from tests.specdec.engine.draft_pool.test_server import Bench, entry
+from tests.specdec.engine.draft_pool.scripted_worker import scripted
+from tests.specdec.engine.draft_pool.server_bench import Bench, entry
+from tests.specdec.engine.draft_pool.wanted_drafts import FreeSequence, budgets, sequence, wish
 from tests.specdec.engine.remote_cluster import OTHER_MODEL, VOCAB, Cluster, a_request
-from tests.specdec.engine.test_look_ahead import wish
 
 
 def runner(num_blocks: int = 1024) -> ToyRunner:

@@ -28,12 +28,12 @@ from tests.specdec.engine.ranked_engines import (
     SHAPED,
     Served,
     config_of,
+    folder_of,
     generate,
     is_excused,
     leading_engine,
     serve,
 )
-from tests.specdec.engine.test_ranks import folder_of
 
 __all__ = ["folder_of"]
 KINDS = {"llama": [GREEDY, PLAIN, SAMPLED, SHAPED]}

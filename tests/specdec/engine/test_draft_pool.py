@@ -22,7 +22,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
 from tests.pairwise import mostly_full
-from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, sequence
+from tests.specdec.engine.draft_pool.wanted_drafts import budgets, sequence, wish
 from tests.specdec.engine.remote_cluster import (
     CAPABILITIES,
     MODEL,
@@ -32,7 +32,6 @@ from tests.specdec.engine.remote_cluster import (
     expected,
     reasons,
 )
-from tests.specdec.engine.test_look_ahead import wish
 
 ROUND_S = 0.02
 
@@ -108,9 +107,31 @@ def test_what_is_under_way_does_not_move() -> None:
         one.commit((1, 2))
     proposer.propose(sequences, budgets(*sequences))
     assert proposer.counters.get("draft_sequences_moved", 0) == 0, "their branches were awaited"
-    cluster.network.run_for(1.1)
     proposer.look_ahead([wish(one) for one in sequences])
     assert 0 < proposer.counters["draft_sequences_moved"] <= 4, "between two rounds they may"
+
+
+@pytest.mark.parametrize("has_newcomers", [False, True])
+def test_a_worker_that_joins_gets_its_part_of_what_is_drafted_ahead(has_newcomers: bool) -> None:
+    """Rounds ask for nothing themselves, or for newcomers alone: what is to move does between them."""
+    cluster = Cluster(Faults(), num_drafters=1, shares=DraftShareConfig(max_sequences=64))
+    sequences = [sequence(f"s{index}") for index in range(12)]
+    proposer = cluster.proposer
+    proposer.propose(sequences, budgets(*sequences))
+    proposer.look_ahead([wish(one) for one in sequences])
+    cluster.start_drafter()
+    for number in range(250):
+        for one in sequences:
+            one.commit((number % VOCAB,))
+        newcomers = [sequence(f"n{number}")] if has_newcomers else []
+        here = [*sequences, *newcomers]
+        proposer.propose(here, budgets(*here))
+        proposer.look_ahead([wish(one) for one in sequences])
+        proposer.release([one.request_id for one in newcomers])
+        cluster.network.run_for(ROUND_S)
+        assert proposer.counters["draft_sequences_moved"] <= 4 * (1 + number * ROUND_S)
+    assert shares_of(cluster) in ([6, 6], [5, 7])
+    assert proposer.counters["draft_sequences_moved"] in (5, 6)
 
 
 def test_coordinators_share_two_workers_evenly() -> None:
@@ -208,6 +229,35 @@ def test_one_that_the_memory_has_no_room_for_keeps_nobody_else_from_drafts(
         cluster.network.run_for(ROUND_S)
     assert found.keys() == {one.request_id for one in present}
     assert not proposer._registry._outgrown
+
+
+def test_prompts_that_there_is_no_memory_for_are_sent_one_at_a_time() -> None:
+    cluster = Cluster(Faults(), make_drafter=lambda: small_drafter(17))  # two of them
+    proposer, present = cluster.proposer, [sequence(f"s{index}", prompt=28) for index in range(20)]
+    (server,) = cluster.servers.values()
+
+    def drafted_for(num_rounds: int) -> set[RequestId]:
+        for _ in range(num_rounds):
+            found = proposer.propose(present, budgets(*present))
+            cluster.network.run_for(ROUND_S)
+        return set(found)
+
+    def num_refused() -> int:
+        return server.counters["refused_entries"] + server.counters["outgrown_sequences"]
+
+    first = drafted_for(5)
+    assert (len(first), num_refused()) == (2, 18)
+    assert drafted_for(500) == first
+    assert 5 <= num_refused() - 18 <= 10
+    assert reasons(proposer).keys() == {"memory"}
+    num_before = num_refused()
+    proposer.release(first)
+    present = [one for one in present if one.request_id not in first]
+    assert len(drafted_for(150)) == 2, "in three seconds others have been tried"
+    assert num_refused() - num_before <= 3
+    cluster.make_drafter = lambda: small_drafter(256)
+    cluster.start_drafter()
+    assert len(drafted_for(3)) == 18
 
 
 def test_a_sequence_that_one_worker_cannot_read_any_more_goes_on_at_another() -> None:

@@ -10,9 +10,9 @@ from specdec.engine.rounds.timed_controller import TimedController
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
-from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, scripted, sequence
+from tests.specdec.engine.draft_pool.scripted_worker import scripted
+from tests.specdec.engine.draft_pool.wanted_drafts import budgets, sequence, wish
 from tests.specdec.engine.remote_cluster import CAPABILITIES, VOCAB, Cluster, a_request
-from tests.specdec.engine.test_look_ahead import wish
 
 BUSY_S, WIRE_S = 0.02, 0.003
 ROUND_TRIP_S = BUSY_S + 2 * WIRE_S

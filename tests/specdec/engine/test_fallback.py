@@ -28,9 +28,10 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
 from tests.pairwise import mostly_full
 from tests.specdec.engine import toy_engines
+from tests.specdec.engine.judged_engines import LOSSLESS, drafter_for, engine_of
+from tests.specdec.engine.random_schedules import MODES, run_random_schedule
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
-from tests.specdec.engine.test_remote_schedules import MODES, run_random_schedule
-from tests.specdec.engine.test_rules import LOSSLESS, TINY_DRAFT, drafter_for, engine_of, p_value
+from tests.specdec.engine.stream_frequencies import TINY_DRAFT, p_value
 
 
 def ngram() -> NgramProposer:

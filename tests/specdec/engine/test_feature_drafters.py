@@ -8,24 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.attention import CausalRows
-from specdec.drafters.base import FeatureDrafter
+from specdec.drafters.base import FeatureDrafter, TargetParts
+from specdec.drafters.checkpoints.mtp import save_mtp
 from specdec.drafters.mtp import Mtp
+from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
+from tests.architectures import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from tests.rank_pool import Failure, Pools
-from tests.specdec.engine.fitted_drafters import FittedDrafters
+from tests.specdec.drafters.conftest import randomize
+from tests.specdec.engine.configured_heads import config_of, refusal, serve
+from tests.specdec.engine.drafter_bench import Bench
+from tests.specdec.engine.fitted_drafters import FittedDrafters, fit
 from tests.specdec.engine.linear_heads import hidden_of
 from tests.specdec.engine.lookup_watch import LookupWatch
-from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
-from tests.specdec.engine.test_heads import config_of, refusal, serve
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-METHODS = ["eagle", "eagle3", "mtp", "mtp of three"]
+METHODS = ["eagle", "eagle3", "eagle3 of a part", "mtp", "mtp of three"]
 """What is fitted; the first word is the method of the configuration."""
 Fitted = Callable[[str], FeatureDrafter]
 
@@ -60,9 +66,15 @@ def drafted(drafter: FeatureDrafter, states: torch.Tensor, token_ids: Sequence[i
     while len(path) < num:
         read = torch.tensor([[*token_ids, *path]])[:, 1:]
         step = drafter.step(drafter.embed(read), features, torch.arange(read.shape[1])[None], CausalRows())
-        path.append(int(drafter.logits(step.outputs[0, -1]).argmax()))
+        path.append(best(drafter, step.outputs[0, -1]))
         features = torch.cat([features, step.features[:, -1:]], dim=1)
     return path
+
+
+def best(drafter: FeatureDrafter, outputs: torch.Tensor) -> int:
+    """Return the target's id of the likeliest token."""
+    chosen = drafter.logits(outputs).argmax()
+    return int(chosen if drafter.vocabulary is None else drafter.vocabulary.to_target(chosen))
 
 
 def drafted_by_modules(drafter: Mtp, features: torch.Tensor, token_ids: Sequence[int], num: int) -> list[int]:
@@ -73,7 +85,7 @@ def drafted_by_modules(drafter: Mtp, features: torch.Tensor, token_ids: Sequence
         read = torch.tensor([[*token_ids, *path]])[:, 1 + min(depth, drafter.num_modules - 1) :]
         positions = torch.arange(read.shape[1])[None]
         step = drafter.step(drafter.embed(read), features, positions, CausalRows(), depth)
-        path.append(int(drafter.logits(step.outputs[0, -1]).argmax()))
+        path.append(best(drafter, step.outputs[0, -1]))
         if depth < drafter.num_modules - 1:
             features = step.features
         else:
@@ -270,6 +282,52 @@ def test_states_of_an_earlier_stage_are_refused_in_all_of_them(
     answers = rank_pool(2).run(refusal, config)
     assert not any(isinstance(one, Failure) for one in answers)
     assert all("which an earlier stage of the pipeline computes" in one for one in answers)
+
+
+def test_a_mixture_of_glm_drafts_with_the_module_beside_it(tmp_path: Path) -> None:
+    """Its layer is of the target's kind: experts, and positions that turn half of a head."""
+    torch.manual_seed(0)
+    target: Any = AutoModelForCausalLM.from_config(
+        Glm4MoeConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=24,
+            num_hidden_layers=3,
+            first_k_dense_replace=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=256,
+            eos_token_id=EOS_TOKEN_ID,
+        ),
+        attn_implementation="eager",
+    ).eval()
+    target.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    streams = [
+        target.generate(torch.tensor([one]), max_new_tokens=20, do_sample=False, pad_token_id=0)[0].tolist()
+        for one in PROMPTS
+    ]
+    module = Mtp(TargetParts.of(target.requires_grad_(requires_grad=False)))
+    randomize(module, seed=5)  # experts that are made one by one have no weights yet
+    fit(module, target, streams)
+    save_mtp(module, tmp_path)
+    config = EngineConfig.model_validate(
+        {
+            "target": {"model": str(tmp_path), "dtype": "float32", "compile": {"mode": "off"}},
+            "speculative_config": {"method": "mtp", "controller": "fixed", "compile": {"mode": "off"}},
+            "cache": {"num_blocks": 60},
+        }
+    )
+    with Engine(config) as engine:
+        results = engine.generate(PROMPTS, GREEDY)
+        metrics = engine.metrics()
+        engine.check_integrity()
+    assert [[*one, *got.token_ids] for one, got in zip(PROMPTS, results, strict=True)] == streams
+    assert metrics.num_accepted_tokens > 0.3 * metrics.num_draft_tokens
 
 
 def test_what_cannot_be_drafted_with_is_refused(bench: Bench, folder_of: Callable[[str], Path]) -> None:

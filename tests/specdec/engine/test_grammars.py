@@ -20,39 +20,16 @@ import pytest
 
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar, GrammarKind, SamplingParams
-from specdec.engine.offline import GenerationResult, choice_requests
+from specdec.engine.offline import choice_requests
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar import Constrained, ConstrainedTree, GrammarCompiler, GrammarState
 from specdec.sampling.grammar_library import compile_matcher
-from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
+from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels, models, token_of
+from tests.specdec.engine.grammars_of_all_kinds import GRAMMARS, PROMPTS, SCHEMA, params_of, streams
 from tests.specdec.engine.toy_engines import tokens_of
 
+__all__ = ["models"]
 LLTokenizer = pytest.importorskip("llguidance").LLTokenizer
-
-PROMPTS = [[40, 41, 42], [100, 7, 300, 12, 5], [2000, 2001]]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "kind": {"enum": ["red", "green", 3, None]},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}, "maxItems": 4},
-        "is_new": {"type": "boolean"},
-    },
-    "required": ["name", "kind", "sizes", "is_new"],
-    "additionalProperties": False,
-}
-GRAMMARS = {
-    "schema": Grammar("json_schema", json.dumps(SCHEMA)),
-    "regex": Grammar("regex", r"(ab|cd){3,6} [0-9]{2,4}(\.[0-9]{1,4})?!"),
-    "choice": Grammar(
-        "choice", json.dumps(["yes", "no", 'a "quoted" word', "caf\u00e9 \u4f60\u597d", "line\nbreak"])
-    ),
-    "lark": Grammar(
-        "grammar", 'start: expr\nexpr: NUMBER | "(" expr OP expr ")"\nNUMBER: /[0-9]{1,3}/\nOP: /[-+*]/'
-    ),
-    "gbnf": Grammar("grammar", 'root ::= "x" item "y"\nitem ::= [a-c] | [a-c] [a-c] [0-9]'),
-}
-
 DEEP_RULES = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
 """Compiling it overflows the stack."""
 
@@ -73,19 +50,6 @@ def is_right(kind: str, text: str) -> bool:
         while (shorter := re.sub(r"\([0-9]{1,3}[-+*][0-9]{1,3}\)", "1", text)) != text:
             text = shorter
     return re.fullmatch(patterns[kind], text) is not None
-
-
-def params_of(kind: str, **fields: Any) -> SamplingParams:
-    return SamplingParams(grammar=GRAMMARS[kind], **{"max_tokens": 120, "seed": 3, **fields})
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> GrammarModels:
-    return GrammarModels(tmp_path_factory.mktemp("models"))
-
-
-def streams(results: list[GenerationResult]) -> list[tuple[tuple[int, ...], str, str]]:
-    return [(one.token_ids, one.text, one.choices[0].finish_reason) for one in results]
 
 
 COVER = [
@@ -506,11 +470,6 @@ def test_masks_are_not_those_of_a_draft_that_was_left(models: GrammarModels) -> 
 
 
 WALKS = (["{"], ['"', "ow", "n", '":'], ['"', "par", "t", '":'])
-
-
-def token_of(models: GrammarModels, text: str) -> int:
-    (token_id,) = models.tokenizer.encode(text)
-    return token_id
 
 
 def test_rounds_go_on_while_a_grammar_is_compiled(models: GrammarModels) -> None:

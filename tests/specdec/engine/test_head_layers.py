@@ -28,13 +28,14 @@ from specdec.proposers.heads import Heads
 from specdec.tree.static import StaticTree
 from specdec.tree.topology import ROOT
 from tests.rank_pool import Pools
+from tests.specdec.engine.configured_heads import config_of, serve
+from tests.specdec.engine.drafter_bench import Bench
+from tests.specdec.engine.fitted_drafters import NUM_HEADS, fit_heads
 from tests.specdec.engine.linear_heads import hidden_of
-from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
-from tests.specdec.engine.test_heads import config_of, serve
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_HEADS = 3
 Fitted = Callable[[str], Heads]
 METHOD_OF = {"hydra++": "hydra"}
 CHAIN = StaticTree.of_widths((1, 1, 1), (1.0,))
@@ -45,33 +46,6 @@ TREE = StaticTree.of_paths([[0], [0, 0], [1], [0, 0, 0], [2], [0, 1], [1, 0], [0
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(Models(tmp_path_factory.mktemp("models")))
-
-
-def fit(heads: Heads, bench: Bench, num_steps: int = 150) -> None:
-    """Fit every head to the tokens that it is to give, behind every row of texts of the target."""
-    reference = bench.models.reference("llama")
-    rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for kind in ("greedy", "plain"):
-        for prompt, stream in zip(PROMPTS, bench.alone("llama", kind), strict=True):
-            text = [*prompt, *stream]
-            rows.append((torch.tensor(text), hidden_of(reference, text, heads.hidden_layers)))
-    parameters = [one for one in heads.parameters() if one.requires_grad]
-    optimizer = torch.optim.Adam(parameters, lr=3e-3)
-    for step in range(num_steps):
-        tokens, hidden = rows[step % len(rows)]
-        prepared = heads.prepare(hidden[None], torch.arange(len(tokens))[None], CausalRows())[0]
-        loss = torch.zeros(())
-        for depth in range(NUM_HEADS):
-            known = len(tokens) - depth - 2
-            if isinstance(heads, SequentialHeads):
-                paths = tokens.unfold(0, depth + 1, 1)[1 : known + 1]
-                guesses = heads.logits(depth, prepared[:known], paths)
-            else:
-                guesses = heads.logits(prepared)[depth, :known]
-            loss = loss + torch.nn.functional.cross_entropy(guesses, tokens[depth + 2 :])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +65,7 @@ def fitted(bench: Bench) -> Fitted:
             else:
                 heads = Hydra(target, num_heads=NUM_HEADS, has_prefix_layer=kind == "hydra++")
                 heads.start_from_target()
-            fit(heads, bench)
+            fit_heads(heads, bench)
             made[kind] = heads.requires_grad_(requires_grad=False).eval()
         return made[kind]
 

@@ -18,17 +18,15 @@ from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
-from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.ranks.follower import follow
-from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
 from tests.pairwise import mostly_full
 from tests.rank_pool import Pools
+from tests.specdec.engine.configured_heads import config_of, serve
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.lookup_watch import LookupWatch
-from tests.specdec.engine.ranked_engines import leading_engine
-from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FolderOf = Callable[[str], Path]
@@ -65,26 +63,6 @@ def folder_of(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FolderO
         return folder
 
     return make
-
-
-def config_of(bench: Bench, folder: Path | None, method: str = "medusa", **more: Any) -> EngineConfig:
-    target = {"model": str(bench.models.load("llama").path), "dtype": "float32", **more.pop("target", {})}
-    cache = more.pop("cache", {"block_size": 4, "num_blocks": 60})
-    speculative = {
-        "method": method,
-        **({} if folder is None else {"model": str(folder)}),
-        "num_speculative_tokens": 5,
-        "controller": "fixed",
-        **more,
-    }
-    return EngineConfig.model_validate(
-        {
-            "target": {"compile": {"mode": "off"}, **target},
-            "speculative_config": speculative,
-            "cache": cache,
-            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 24},
-        }
-    )
 
 
 @pytest.mark.cover(1)
@@ -209,16 +187,6 @@ def test_rules_that_look_at_probabilities_get_them(bench: Bench, folder_of: Fold
         assert engine.metrics().num_accepted_tokens > before
 
 
-def serve(group: RankGroup, config: EngineConfig) -> Any:
-    """Rank 0: streams and accepted tokens; the others follow."""
-    if group.rank > 0:
-        follow("target", config, group)
-        return None
-    with leading_engine(group, config) as engine:
-        results = [one.token_ids for one in engine.generate(PROMPTS, GREEDY)]
-        return results, engine.metrics().num_accepted_tokens
-
-
 def test_medusa_drafts_for_a_target_over_two_ranks(
     bench: Bench, folder_of: FolderOf, rank_pool: Pools
 ) -> None:
@@ -226,14 +194,6 @@ def test_medusa_drafts_for_a_target_over_two_ranks(
     streams, num_accepted = rank_pool(2).run(serve, config)[0]
     assert streams == bench.alone("llama", "greedy")
     assert num_accepted > 20
-
-
-def refusal(group: RankGroup, config: EngineConfig) -> Any:
-    """What this rank raises."""
-    try:
-        leading_engine(group, config) if group.rank == 0 else follow("target", config, group)
-    except ConfigError as error:
-        return str(error)
 
 
 def test_what_a_folder_does_not_hold_is_said(bench: Bench, folder_of: FolderOf) -> None:

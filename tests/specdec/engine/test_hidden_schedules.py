@@ -23,8 +23,8 @@ from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 from tests.pairwise import mostly_full
 from tests.specdec.engine.hidden_toy import CAPABILITIES, LAYERS, WIDTH, HiddenToyDrafter, HiddenToyTarget
+from tests.specdec.engine.random_schedules import random_faults
 from tests.specdec.engine.remote_cluster import PATIENT, TARGET, VOCAB, a_request, expected
-from tests.specdec.engine.test_remote_schedules import random_faults
 
 COORDINATOR = PeerId("coordinator-draft")
 

@@ -43,11 +43,13 @@ from specdec.transport.memory import MemoryNetwork
 from specdec.transport.torch_dist import TorchDistChannel
 from tests.architectures import VOCAB_SIZE, make_tokenizer
 from tests.rank_pool import Pools
+from tests.specdec.engine.drafter_bench import Bench
+from tests.specdec.engine.linear_head_engines import HeadSetting, check_seen
 from tests.specdec.engine.linear_heads import CAPABILITIES, LAYERS, LinearHeads, Seen
 from tests.specdec.engine.ranked_engines import config_of
 from tests.specdec.engine.remote_cluster import PATIENT
-from tests.specdec.engine.targets.test_target_drafting import KINDS, PROMPTS, Bench, HeadSetting, check_seen
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.sampling_kinds import KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 from tests.specdec.transport.gloo_pipe import gloo_lanes
 
 pytestmark = pytest.mark.usefixtures("one_thread")

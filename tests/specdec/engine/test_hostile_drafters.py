@@ -34,8 +34,8 @@ from specdec.transport.messages import (
 )
 from specdec.transport.wrapped import WrappedChannel
 from tests.pairwise import mostly_full
+from tests.specdec.engine.judged_engines import drafter_for, judge_of
 from tests.specdec.engine.remote_cluster import OTHER_MODEL, Cluster, a_request, expected
-from tests.specdec.engine.test_rules import drafter_for, judge_of
 
 NUMBERS = (0, 1, -1, 3, 7, 1 << 31, -(1 << 63), (1 << 63) - 1)
 SECONDS = (0.0, 1e-3, -1.0, 1e300, float("nan"), float("inf"), float("-inf"))
@@ -113,6 +113,7 @@ class Hostile:
             "q_rows": (),
             "needs_start": True,
             "is_full": True,
+            "lacks_memory": True,
             "branches": (branch,) * 70,
         }
         told = {name: lies[name] for name in rng.sample(list(lies), rng.choice((0, 0, 1, 2)))}

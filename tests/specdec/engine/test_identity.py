@@ -7,12 +7,7 @@ tokens, batch, chunking of prompts, preemption, replay.
 
 from __future__ import annotations
 
-import copy
-import itertools
-import random
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,193 +15,29 @@ import pytest
 import torch
 
 from specdec.core.sampling_params import SamplingParams
-from specdec.engine.engine import Engine
 from specdec.engine.offline import choice_requests
 from specdec.engine.requests.live_request import LiveRequest
-from specdec.engine.targets.local_target import LocalTarget
-from specdec.engine.text.tokenizer import HuggingFaceTokenizer
-from specdec.kv.config import CacheConfig
-from specdec.model.config import CompileConfig, ModelConfig
-from specdec.model.graphs import CompiledForward
-from specdec.model.loader import LoadedModel, load_model
-from specdec.model.runner import ModelRunner
-from specdec.proposers.base import Proposer
-from specdec.proposers.corpus import Corpus
-from specdec.proposers.draft_loop import NativeDraftLoop
-from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.lookup_config import RetrievalConfig, SuffixConfig
-from specdec.proposers.ngram import NgramProposer
-from specdec.proposers.none import NoProposer
-from specdec.proposers.retrieval import RetrievalProposer
-from specdec.proposers.suffix import SuffixProposer
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.shaping import LogitShaper
-from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController
 from tests.architectures import (
     ARCHITECTURES,
     CORE_ARCHITECTURES,
     ORIGINAL_POSITIONS,
+    OTHER_ARCHITECTURES,
     VARIED_ARCHITECTURES,
-    VOCAB_SIZE,
-    make_tokenizer,
-    save_model,
 )
 from tests.pairwise import mostly_full
+from tests.specdec.engine.identity_settings import Setting, alone, check_greedy, check_sampled, taking_turns
+from tests.specdec.engine.sampling_kinds import SAMPLING, SHAPING
+from tests.specdec.engine.tiny_models import NUM_TOKENS, Models, ragged_prompts
 from tests.specdec.engine.toy_engines import tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NUM_TOKENS = 20
 DRAFTERS = ("none", "ngram", "suffix", "suffix tree", "retrieval", "other model", "same model")
-
-
-class Models:
-    """Models by (architecture, seed), and what transformers says to some prompts; each made once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._references: dict[tuple[str, int], Any] = {}
-        self._loaded: dict[tuple[str, int], LoadedModel] = {}
-        self._greedy: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-
-    def load(self, architecture: str, seed: int = 0) -> LoadedModel:
-        key = (architecture, seed)
-        if key not in self._loaded:
-            folder = self._folder / f"{architecture}-{seed}"
-            self._references[key] = save_model(folder, architecture, seed)
-            self._loaded[key] = load_model(ModelConfig(model=str(folder), dtype="float32"))
-        return self._loaded[key]
-
-    def reference(self, architecture: str) -> Any:
-        self.load(architecture)
-        return self._references[architecture, 0]
-
-    def greedy(self, architecture: str, prompt: tuple[int, ...]) -> list[int]:
-        key = (architecture, prompt)
-        if key not in self._greedy:
-            self.load(architecture)
-            # Of a model that has seen nothing: dynamic rotary tables remember the longest text they met.
-            generated = copy.deepcopy(self._references[architecture, 0]).generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=NUM_TOKENS,
-                do_sample=False,
-                pad_token_id=0,
-            )
-            self._greedy[key] = generated[0, len(prompt) :].tolist()
-        return self._greedy[key]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What must not show in the output."""
-
-    drafter: str = "none"
-    num_draft_tokens: int = 4
-    batch: int = 4
-    chunk: int = 512
-    """max_num_batched_tokens"""
-    num_blocks: int = 200
-    """Of 4 tokens; 24 make any two of the longer prompts preempt each other."""
-    compiled: bool = False
-    """Forwards and token function compiled: rounds and chains of drafts are single native calls."""
-
-    def engine(self, models: Models, architecture: str) -> Engine:
-        runner = self.runner(models.load(architecture), self.num_blocks)
-        return Engine.from_parts(
-            target=LocalTarget(runner, self.sampler()),
-            proposer=self.proposer(models, architecture),
-            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
-            scheduler=SchedulerConfig(
-                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
-            ),
-            controller=FixedController(self.num_draft_tokens),
-        )
-
-    def proposer(self, models: Models, architecture: str) -> Proposer:
-        if self.drafter == "none":
-            return NoProposer()
-        if self.drafter == "ngram":
-            return NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
-        if self.drafter in ("suffix", "suffix tree"):
-            shape: Any = "tree" if self.drafter == "suffix tree" else "chain"
-            return SuffixProposer(SuffixConfig(shape=shape, max_spec_factor=4.0))
-        if self.drafter == "retrieval":
-            corpus = Corpus.of_texts(2 * prompt for prompt in ragged_prompts(12))
-            return RetrievalProposer(
-                RetrievalConfig(path="in memory", shape="tree", min_match_tokens=1), corpus
-            )
-        same = self.drafter == "same model"
-        loaded = models.load(architecture) if same else models.load("llama", 1)
-        # The drafter's own pool and reading budget are as tight as the target's.
-        runner = self.runner(loaded, self.num_blocks)
-        sampler = self.sampler()
-        return DraftModelProposer(
-            runner,
-            sampler,
-            vocab_size=VOCAB_SIZE,
-            max_read_tokens=max(self.chunk, 8),
-            eos_token_ids=loaded.eos_token_ids,
-            fused_loop=NativeDraftLoop(runner, sampler, VOCAB_SIZE) if self.compiled else None,
-            rotary=loaded.rotary,
-        )
-
-    def runner(self, loaded: LoadedModel, num_blocks: int) -> ModelRunner:
-        runner = ModelRunner(loaded, CacheConfig(block_size=4, num_blocks=num_blocks), max_num_seqs=32)
-        if self.compiled:
-            runner.graphs = forward = CompiledForward(runner, CompileConfig())
-            if forward.warm_up() != "ready":
-                pytest.skip("no compiled forward here")
-        return runner
-
-    def sampler(self) -> Sampler:
-        sampler = Sampler()
-        if self.compiled:
-            sampler.warm_up()
-        return sampler
-
-
-def ragged_prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Lengths from 1 to 40; half of them repeat themselves, for look-ups."""
-    generator = random.Random(seed)
-    prompts = []
-    for index in range(count):
-        length = 1 + (index * 13) % 40
-        phrase = generator.choices(range(2, VOCAB_SIZE), k=4 if index % 2 else length)
-        prompts.append(tuple(itertools.islice(itertools.cycle(phrase), length)))
-    return prompts
-
-
-def check_greedy(models: Models, architecture: str, setting: Setting) -> Engine:
-    prompts = ragged_prompts(setting.batch)
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-    with setting.engine(models, architecture) as engine:
-        for result in engine.generate(prompts, params):
-            assert list(result.token_ids) == models.greedy(architecture, tuple(result.prompt_token_ids))
-        engine.check_integrity()
-    return engine
-
-
-def taking_turns(
-    architectures: Sequence[str], settings: Sequence[Setting], always: Container[str] = ARCHITECTURES
-) -> list[Any]:
-    """Every pair; by default every setting with half of the architectures that `always` run, and the other
-    way around.
-    """
-    return [
-        pytest.param(
-            architecture,
-            setting,
-            marks=[] if architecture in always and (one + other) % 2 == 0 else [pytest.mark.full],
-        )
-        for one, architecture in enumerate(architectures)
-        for other, setting in enumerate(settings)
-    ]
 
 
 COVER = [
@@ -279,7 +110,6 @@ def test_control_going_on_with_the_old_cache_shows(models: Models, monkeypatch: 
     assert largest_logprob_error(models, Setting("none", batch=1)) > 1e-3
 
 
-OTHER_ARCHITECTURES = tuple(name for name in ARCHITECTURES if name not in CORE_ARCHITECTURES)
 EVERYTHING_AT_ONCE = [
     Setting("ngram", num_draft_tokens=3, batch=8, chunk=9, num_blocks=18),
     Setting("same model", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=True),
@@ -317,53 +147,6 @@ def test_greedy_equals_transformers_in_every_setting(
     num_blocks: int,
 ) -> None:
     check_greedy(models, architecture, Setting(drafter, num_draft_tokens, batch, chunk, num_blocks))
-
-
-SAMPLING = {
-    "plain": SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=1),
-    "cut": SamplingParams(temperature=0.7, top_k=20, top_p=0.9, max_tokens=NUM_TOKENS, seed=2),
-    "hot": SamplingParams(temperature=1.8, min_p=0.02, max_tokens=NUM_TOKENS, seed=-3),
-}
-
-SHAPING = {
-    "penalties": SamplingParams(
-        repetition_penalty=1.4, frequency_penalty=0.6, presence_penalty=-0.3, max_tokens=NUM_TOKENS, seed=4
-    ),
-    "greedy penalties": SamplingParams(temperature=0.0, repetition_penalty=1.6, max_tokens=NUM_TOKENS),
-    "bias": SamplingParams(
-        logit_bias=((5, 4.0), (6, -100.0), (7, 2.5)), top_p=0.9, max_tokens=NUM_TOKENS, seed=5
-    ),
-    "bad words": SamplingParams(
-        temperature=0.3,
-        logit_bias=tuple((token_id, 6.0) for token_id in (5, 6, 7)),
-        bad_words=((5, 5), (6, 7), (7, 6, 5), (5, 6, 6), (7, 7, 7)),
-        max_tokens=NUM_TOKENS,
-        seed=6,
-    ),
-    "min tokens": SamplingParams(
-        logit_bias=((0, 12.0), (9, 12.0)), stop_token_ids=(9,), min_tokens=9, max_tokens=NUM_TOKENS, seed=7
-    ),
-    "allowed": SamplingParams(
-        allowed_token_ids=tuple(range(3, 12)), frequency_penalty=0.8, max_tokens=NUM_TOKENS, seed=8
-    ),
-}
-"""What changes logits; each makes these models say something else (see the control below)."""
-
-
-def alone(
-    models: Models, architecture: str, prompt: Sequence[int], params: SamplingParams
-) -> tuple[int, ...]:
-    """The stream of one request that has the engine to itself, without speculation."""
-    with Setting("none", batch=1).engine(models, architecture) as engine:
-        return engine.generate([prompt], params)[0].token_ids
-
-
-def check_sampled(models: Models, architecture: str, setting: Setting, params: SamplingParams) -> None:
-    prompts = ragged_prompts(setting.batch, seed=1)
-    with setting.engine(models, architecture) as engine:
-        results = engine.generate(prompts, params)
-    for prompt, result in zip(prompts[:4], results, strict=False):
-        assert result.token_ids == alone(models, architecture, prompt, params)
 
 
 SEEDED_COVER = [

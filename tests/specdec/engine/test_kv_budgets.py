@@ -44,9 +44,10 @@ from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.architectures import make_tokenizer
-from tests.specdec.engine.test_identity import Models, Setting, ragged_prompts
+from tests.specdec.engine.identity_settings import Setting
+from tests.specdec.engine.tiny_models import Models, ragged_prompts
 from tests.specdec.engine.toy_engines import MODEL, VOCAB_SIZE, request, toy_engine
-from tests.specdec.proposers.test_positions_in_cache import ShortRunner
+from tests.specdec.proposers.short_runner import ShortRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 K = 4

@@ -7,18 +7,13 @@ import random
 import pytest
 
 from specdec.core.prefix_hash import extend_prefix_hash
-from specdec.proposers.base import AheadWish
 from specdec.transport.memory import Faults
 from specdec.transport.messages import DraftBranch, ProposeAnswer, ProposeReply, ProposeRequest
-from tests.specdec.engine.draft_pool.test_remote_proposer import FreeSequence, Scripted, budgets, sequence
+from tests.specdec.engine.draft_pool.scripted_worker import Scripted
+from tests.specdec.engine.draft_pool.wanted_drafts import budgets, sequence, wish
 from tests.specdec.engine.remote_cluster import VOCAB, Cluster, a_request, expected, reasons
 
 ALL_LENGTHS = (1, 1, 1, 4)
-
-
-def wish(one: FreeSequence, pending: tuple[int, ...] = (1, 2, 3), k: int = 3) -> AheadWish:
-    fan_out = (*(1 for _ in pending), 4)
-    return AheadWish(view=one, pending=pending, num_draft_tokens=k, fan_out=fan_out)
 
 
 class _Prophet(Scripted):

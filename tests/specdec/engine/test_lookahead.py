@@ -42,17 +42,21 @@ from specdec.verification.registry import rule_named
 from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
 from tests.rank_pool import Pools
 from tests.specdec.engine import ranked_engines
-from tests.specdec.engine.test_identity import (
-    SAMPLING,
-    SHAPING,
-    Models,
-    Setting,
-    check_greedy,
-    check_sampled,
+from tests.specdec.engine.identity_settings import Setting, check_greedy, check_sampled
+from tests.specdec.engine.judged_engines import judge_of
+from tests.specdec.engine.sampling_kinds import SAMPLING, SHAPING
+from tests.specdec.engine.tiny_models import Models
+from tests.specdec.engine.toy_engines import (
+    GREEDY,
+    MODEL,
+    WatchedTarget,
+    check_streams,
+    expected_tokens,
+    request,
+    requests_of,
+    run,
+    toy_engine,
 )
-from tests.specdec.engine.test_rules import judge_of
-from tests.specdec.engine.test_trees import WatchedTarget, check, requests_of
-from tests.specdec.engine.toy_engines import GREEDY, MODEL, expected_tokens, request, run, toy_engine
 from tests.specdec.engine.toy_engines import VOCAB_SIZE as VOCABULARY
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +107,7 @@ def test_tokens_are_those_without(seed: int, num_blocks: int, num_rows: int, pre
         max_num_seqs=6,
         prefix_caching=prefix_caching,
     )
-    check(engine, requests_of(12, seed))
+    check_streams(engine, requests_of(12, seed))
     engine.check_integrity()
     metrics = engine.metrics()
     assert metrics.proposals_dropped.total() == 0
@@ -150,7 +154,7 @@ def test_the_window_makes_more_than_a_token_of_a_pass() -> None:
     engine = toy_engine(lookahead(reads_text=False), target=target, num_draft_tokens=8)
     params = SamplingParams(temperature=0.0, max_tokens=96)
     one = request("r", [1, 2, 3], params)
-    check(engine, [one])
+    check_streams(engine, [one])
     num_passes = sum(work.num_sampled_rows > 0 for step in target.steps for work in step.works)
     assert 96 / num_passes > 1.3
 
@@ -169,7 +173,7 @@ def test_controllers_hear_of_all_rows() -> None:
         tokenizer=ToyTokenizer.of_letters(VOCABULARY),
         controller=controller,
     )
-    check(engine, requests_of(4))
+    check_streams(engine, requests_of(4))
     rows = [len(work.token_ids) + num_beside(work) for step in target.steps for work in step.works]
     assert controller.num_rows == sum(rows)
     assert any(num_beside(work) for step in target.steps for work in step.works)
@@ -243,7 +247,7 @@ RIGHT = RowsBeside((1, 2, 3), (-1, 0, -1), 2)
 def test_malformed_rows_beside_are_dropped(beside: RowsBeside, is_right: bool) -> None:
     proposer = Beside(beside)
     engine = toy_engine(proposer)
-    check(engine, requests_of(3))
+    check_streams(engine, requests_of(3))
     metrics = engine.metrics()
     assert (metrics.proposals_dropped["malformed"] == 0) == is_right == (metrics.num_rows_beside > 0)
     assert {len(one) for one in proposer.heard} == ({2} if is_right and beside.num_answered else set())
@@ -341,7 +345,7 @@ def test_over_the_wire() -> None:
     network.serve(PeerId("target"), lambda: server.step(0))
     target: Any = RemoteTarget(owner, worker.address, incarnation=1)
     engine = toy_engine(lookahead(), target=target, num_draft_tokens=6)
-    check(engine, requests_of(6))
+    check_streams(engine, requests_of(6))
     assert engine.metrics().num_rows_beside > 0
     assert engine.metrics().num_accepted_tokens > 0
 

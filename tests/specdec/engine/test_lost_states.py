@@ -27,7 +27,7 @@ from specdec.transport.messages import (
     SendHidden,
 )
 from tests.specdec.engine.hidden_toy import LAYERS, WIDTH
-from tests.specdec.engine.test_hidden_states import OTHERS, OURS, TOKENS, Wire, rows, run_of, view
+from tests.specdec.engine.hidden_wire import OTHERS, OURS, TOKENS, Wire, rows, run_of, view
 
 NAME = RequestId("r")
 

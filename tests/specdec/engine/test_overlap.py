@@ -169,6 +169,21 @@ def test_who_comes_while_others_are_drafted_ahead_for_is_not_waited_for() -> Non
     assert not any(silent.request_id in prepared for prepared in proposer.prepared)
 
 
+@pytest.mark.parametrize("has_others", [False, True])
+def test_who_asks_for_more_than_there_may_be_has_no_more_prepared(has_others: bool) -> None:
+    engine, proposer = _engine("draft_ahead", kind=_AheadOracle)
+    assert isinstance(proposer, _AheadOracle)
+    if has_others:
+        engine.add_request(*_requests(1))
+        for _ in range(3):
+            engine.step()
+    many = request("many", (4, 5, 9), GREEDY, num_draft_tokens=64)
+    outputs = run(engine, many)
+    assert tokens_of(outputs[many.request_id]) == expected_tokens(many)
+    prepared = [its[many.request_id] for its in proposer.prepared if many.request_id in its]
+    assert max(prepared) == 4, "what is configured"
+
+
 def test_a_lone_request_goes_on_in_lockstep() -> None:
     engine, proposer = _engine()
     run(engine, *_requests(1))

@@ -27,9 +27,9 @@ from specdec.kv.packed_copy import PackedCopy
 from specdec.kv.packed_rows import pack_rows, unpack_rows
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
-from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_self_speculation import KINDS, LONG, PROMPTS, SharpModels
-from tests.specdec.engine.test_view_drafting import Rounds, draft_behind
+from tests.specdec.engine.sampling_kinds import KINDS
+from tests.specdec.engine.target_alone import LONG, Rounds, draft_behind
+from tests.specdec.engine.tiny_models import PROMPTS, Models, SharpModels
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 SELF: dict[str, Any] = {"method": "self", "kv": {"dtype": "int8"}}

@@ -18,12 +18,12 @@ from specdec.model.loader import load_model
 from specdec.model.quantized_linear import QuantizedLinear
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.heads_factory import LoadedFeatureDrafter, load_heads
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, Files, Place
-from tests.specdec.engine.placed_engines import over_workers
-from tests.specdec.engine.targets.test_target_drafting import KINDS, PROMPTS, Bench
-from tests.specdec.engine.test_every_drafter import compile_all
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.placed_engines import compile_all, over_workers
+from tests.specdec.engine.sampling_kinds import KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 HEADS = ("medusa", "hydra++", "eagle", "eagle3", "mtp", "parallel_heads")

@@ -17,7 +17,8 @@ from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, load_model
 from tests.architectures import save_model
 from tests.quantizer import some_quantizer
-from tests.specdec.engine.test_identity import NUM_TOKENS, Models, Setting, ragged_prompts
+from tests.specdec.engine.identity_settings import Setting
+from tests.specdec.engine.tiny_models import NUM_TOKENS, Models, ragged_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)

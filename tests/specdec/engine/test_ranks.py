@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.specdec.engine.ranked_engines import (
     GREEDY,
     PLAIN,
     PROMPTS,
+    RANKS_BY_ARCHITECTURE,
     SAMPLED,
     SHAPED,
     SHAPED_GREEDY,
@@ -40,6 +40,7 @@ from tests.specdec.engine.ranked_engines import (
     check,
     config_of,
     failure_after_a_death,
+    folder_of,
     generate,
     is_excused,
     lead,
@@ -48,50 +49,14 @@ from tests.specdec.engine.ranked_engines import (
     serve_logprobs,
 )
 
-COVER = {
-    "llama": 4,
-    "llama_tied": 2,
-    "qwen2": 2,
-    "qwen3": 2,
-    "mistral": 4,
-    "gpt_neox": 2,
-    "gpt2": 4,
-    "phi3": 2,
-    "phi3_longrope": 2,
-    "llama_dynamic_ntk": 2,
-    "gemma2": 4,
-    "gemma3": 2,
-    "gemma3_with_images": 2,
-    "starcoder2": 2,
-    "mixtral": 2,
-    "qwen2_moe": 2,
-    "olmo2": 4,
-    "granite": 2,
-    "cohere2": 2,
-    "qwen3_moe": 2,
-    "falcon": 4,
-    "falcon_multi_query": 2,
-    "falcon_multi_head": 2,
-}
-"""Every architecture with one number of ranks; the long run takes both."""
+__all__ = ["folder_of"]
 
 
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @cache
-    def make(architecture: str) -> Path:
-        folder = tmp_path_factory.mktemp(f"ranks-{architecture}")
-        save_model(folder, architecture)
-        return folder
-
-    return make
-
-
-@pytest.mark.parametrize("architecture", mostly_full(COVER, VARIED_ARCHITECTURES))
+@pytest.mark.parametrize("architecture", mostly_full(RANKS_BY_ARCHITECTURE, VARIED_ARCHITECTURES))
 def test_same_tokens_over_ranks(
     rank_pool: Pools, folder_of: Callable[[str], Path], architecture: str
 ) -> None:
-    pool = rank_pool(COVER[architecture])
+    pool = rank_pool(RANKS_BY_ARCHITECTURE[architecture])
     answer = check(pool, folder_of(architecture), [GREEDY, PLAIN], method="ngram")
     assert answer.num_accepted > 0
 
@@ -214,7 +179,7 @@ def test_same_tokens_with_a_grammar(rank_pool: Pools, tmp_path: Path, size: int,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", COVER)
+@pytest.mark.parametrize("architecture", RANKS_BY_ARCHITECTURE)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
 def test_same_tokens_over_ranks_in_every_setting(
@@ -350,5 +315,9 @@ def test_devices_of_ranks() -> None:
 
 def test_every_architecture_is_covered() -> None:
     """But for those that differ from another one in what is not cut."""
-    assert set(ARCHITECTURES) - set(COVER) == {"llama3_rope", "llama_linear_rope", "llama_yarn"}
-    assert set(COVER) <= set(ARCHITECTURES)
+    assert set(ARCHITECTURES) - set(RANKS_BY_ARCHITECTURE) == {
+        "llama3_rope",
+        "llama_linear_rope",
+        "llama_yarn",
+    }
+    assert set(RANKS_BY_ARCHITECTURE) <= set(ARCHITECTURES)

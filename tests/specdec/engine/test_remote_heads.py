@@ -13,13 +13,13 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.sampling.noise import choice_seed
-from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.memory import Faults
+from tests.specdec.engine.configured_heads import remote_config
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.remote_heads import RemoteHeads, generate_each
-from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
-from tests.specdec.engine.test_heads import config_of
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CHAIN: dict[str, Any] = {"num_speculative_tokens": 4}
@@ -40,13 +40,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 @pytest.fixture(scope="module")
 def drafters(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> FittedDrafters:
     return FittedDrafters(bench, tmp_path_factory)
-
-
-def remote_config(bench: Bench, drafters: FittedDrafters, method: str, **more: Any) -> EngineConfig:
-    config = config_of(bench, drafters.folder_of(method), method, heads_at="draft_pool", **more)
-    # The longest prompt in one step, so that whoever drafts reads it in one.
-    scheduler = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
-    return config.model_copy(update={"scheduler": scheduler})
 
 
 def request_of(name: str, prompt: tuple[int, ...], params: SamplingParams) -> Request:

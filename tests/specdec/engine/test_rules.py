@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from scipy import stats
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.errors import ConfigError
@@ -23,9 +20,8 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.targets.judge import Judge
 from specdec.engine.targets.toy_runner import ToyRunner
-from specdec.engine.targets.toy_target import ToyModel, ToyTarget, slot_value
+from specdec.engine.targets.toy_target import ToyModel, ToyTarget
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.base import Proposer, ProposerCapabilities
@@ -35,39 +31,17 @@ from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.lookup_config import SuffixConfig
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
-from specdec.sampling.noise import MASK_64
 from specdec.sampling.sampler import Sampler
 from specdec.transport.memory import Faults
 from specdec.transport.messages import ProposeAnswer, ProposeReply, decode, encode
-from specdec.verification.registry import capabilities_of, rule_named
+from specdec.verification.registry import capabilities_of
 from tests.architectures import save_model
 from tests.pairwise import mostly_full
 from tests.specdec.engine import remote_cluster, toy_engines
+from tests.specdec.engine.judged_engines import JUDGED, LOSSLESS, drafter_for, engine_of, judge_of
 from tests.specdec.engine.remote_cluster import Cluster, a_request
+from tests.specdec.engine.stream_frequencies import TINY_DRAFT, p_value
 from tests.specdec.engine.toy_engines import request, run, tokens_of
-
-JUDGED = ("rejection", "block", "multi_round", "typical")
-LOSSLESS = JUDGED[:3]
-
-
-def judge_of(rule: str) -> Judge | None:
-    return Judge(rule_named(rule)) if capabilities_of(rule).needs_p_rows else None
-
-
-def drafter_for(
-    rule: str, model: ToyModel, *, top_k: int | None = None, **options: int
-) -> DraftModelProposer:
-    return DraftModelProposer(
-        ToyRunner(model, **options),
-        Sampler(),
-        vocab_size=model.vocab_size,
-        sampling=DraftSampling.under(capabilities_of(rule), top_k),
-    )
-
-
-def engine_of(rule: str, target: ToyModel, proposer: Proposer, **options: int) -> Engine:
-    return toy_engines.toy_engine(proposer, target=ToyTarget(target, judge=judge_of(rule)), **options)
-
 
 # ---- temperature 0 ------------------------------------------------------------------------------
 
@@ -93,72 +67,6 @@ def test_greedy_tokens_are_the_targets(rule: str) -> None:
 
 
 # ---- the distribution ---------------------------------------------------------------------------
-
-TINY = ToyModel(4, seed=2, sharpness=1.0)
-TINY_DRAFT = ToyModel(4, seed=3, sharpness=1.0)
-PROMPT = (1, 2)
-LENGTH = 3
-
-
-def probabilities(model: ToyModel, temperature: float) -> dict[tuple[int, ...], float]:
-    """Of every continuation of the prompt by `LENGTH` tokens, without an engine."""
-    found = {}
-    for tokens in product(range(model.vocab_size), repeat=LENGTH):
-        probability, total = 1.0, 0
-        sequence = (*PROMPT, *tokens)
-        for position, token_id in enumerate(sequence):
-            if position >= len(PROMPT):
-                logits = model.logits(sequence[position - 1], total) / temperature
-                weights = np.exp(logits - logits.max())
-                probability *= float(weights[token_id] / weights.sum())
-            total = (total + slot_value(total, position, token_id)) & MASK_64
-        found[tokens] = probability
-    return found
-
-
-def p_value(
-    rule: str,
-    proposer: Proposer,
-    *,
-    num_streams: int = 6_000,
-    temperature: float = 0.8,
-    num_draft_tokens: int = 2,
-    num_more: int = 0,
-    num_times: int = 1,
-) -> float:
-    """Chi-square of what an engine generates over seeds, all in one batch after the other, against p.
-
-    With `num_more` tokens behind those that are looked at, drafts of as many are of use. With `num_times`
-    each request is sent as often, one after the other, and the last answer counts.
-    """
-    params = SamplingParams(temperature=temperature, max_tokens=LENGTH + num_more)
-    engine = engine_of(rule, TINY, proposer, num_draft_tokens=num_draft_tokens, max_num_seqs=16)
-    counts: Counter[tuple[int, ...]] = Counter()
-    for first in range(0, num_streams, 500):
-        tokens: dict[RequestId, list[int]] = {}
-        for time in range(num_times):
-            requests = [
-                msgspec.structs.replace(
-                    request(f"r{seed}-{time}", PROMPT, params, seed=seed), cache_salt=str(seed)
-                )
-                for seed in range(first, first + 500)
-            ]
-            for one in requests:
-                engine.add_request(one)
-            tokens = {one.request_id: [] for one in requests}
-            while engine.has_work:
-                for output in engine.step():
-                    tokens[output.request_id].extend(output.token_ids)
-        counts.update(tuple(its[:LENGTH]) for its in tokens.values())
-    metrics = engine.metrics()
-    assert metrics.num_accepted_tokens > 0.1 * metrics.num_draft_tokens > 0
-    assert not metrics.proposals_dropped
-    expected = probabilities(TINY, temperature)
-    return float(
-        stats.chisquare(
-            [counts[tokens] for tokens in expected], [p * num_streams for p in expected.values()]
-        ).pvalue
-    )
 
 
 @pytest.mark.slow

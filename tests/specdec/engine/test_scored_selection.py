@@ -36,26 +36,21 @@ from specdec.model.parallel.group import RankGroup
 from specdec.proposers.config import SpeculativeConfig
 from specdec.tree.static import StaticTree
 from specdec.verification.answers import verdict_of
+from tests.architectures import POSITIONS_OF_OTHER_KINDS
 from tests.rank_pool import Pools
 from tests.specdec.engine.ranked_engines import config_of
-from tests.specdec.engine.test_self_speculation import (
+from tests.specdec.engine.sampling_kinds import KINDS, UNENDING
+from tests.specdec.engine.self_drafting import (
     BLOCK_SIZE,
     BUSHY,
-    KINDS,
-    LONG,
-    POSITIONS_OF_OTHER_KINDS,
-    PROMPTS,
     SCORED,
-    UNENDING,
-    Models,
     SelfSetting,
-    SharpModels,
     Streams,
     check,
-    draft_once,
-    reference_draft,
     selecting,
 )
+from tests.specdec.engine.target_alone import LONG, draft_once, reference_draft
+from tests.specdec.engine.tiny_models import PROMPTS, Models, SharpModels
 from tests.specdec.engine.toy_engines import request
 
 pytestmark = pytest.mark.usefixtures("one_thread")

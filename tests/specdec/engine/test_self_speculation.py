@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_args
 
 import msgspec
@@ -21,10 +19,8 @@ import torch
 from specdec.core.errors import ConfigError
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetResult, TargetStep, TargetWork, WorkResult
-from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.engine.offline import choice_requests
 from specdec.engine.profiling.plan import ProfilePlan
 from specdec.engine.profiling.rounds import measure_profile
@@ -38,11 +34,10 @@ from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvPolicyName, KvSelectionConfig
 from specdec.model.batch import PositionShift
 from specdec.model.config import CompileConfig, ModelConfig
-from specdec.model.loader import LoadedModel
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_loop import ChainStart, StepwiseDraftLoop
 from specdec.proposers.self_speculation import SelfSpeculation
-from specdec.sampling.sampler import RowSpec, Sampler, SamplingRows, noisy_scores
+from specdec.sampling.sampler import RowSpec, SamplingRows, noisy_scores
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, RoundObservation
 from specdec.transport.base import PeerId
@@ -50,28 +45,28 @@ from specdec.transport.memory import MemoryNetwork
 from specdec.tree.dynamic import DynamicTree
 from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape
-from specdec.tree.static import StaticTree
-from tests.architectures import CORE_ARCHITECTURES, make_tokenizer
+from tests.architectures import CORE_ARCHITECTURES, POSITIONS_OF_OTHER_KINDS, make_tokenizer
 from tests.rank_pool import Pools
 from tests.specdec.engine import ranked_engines
-from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
+from tests.specdec.engine.identity_settings import Setting
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS, UNENDING
+from tests.specdec.engine.self_drafting import (
+    BLOCK_SIZE,
+    BUSHY,
+    FULL,
+    SCORED,
+    SelfSetting,
+    Streams,
+    check,
+    selecting,
+    streaming,
+)
+from tests.specdec.engine.target_alone import LONG, draft_once, reference_draft, reference_logits
+from tests.specdec.engine.tiny_models import PROMPTS, Models, SharpModels, ragged_prompts
 from tests.specdec.engine.toy_engines import tokens_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-BLOCK_SIZE = 4
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-FULL = KvSelectionConfig(policy="full")
 EVERYTHING = KvSelectionConfig(policy="streaming", budget=4096)
-
-
-def selecting(
-    policy: KvPolicyName, budget: int | float = 12, *, sink: int = 4, every: int | None = None
-) -> KvSelectionConfig:
-    return KvSelectionConfig(policy=policy, budget=budget, sink_tokens=sink, floor=12, rescore_every=every)
-
-
-streaming = partial(selecting, "streaming")
-SCORED: tuple[KvPolicyName, ...] = ("snapkv", "verified")
 SELECTIONS = (
     FULL,
     streaming(12),
@@ -88,69 +83,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 SELF_STREAMING = {"method": "self", "kv": {"policy": "streaming", "budget": 16, "sink_tokens": 4}}
-BUSHY = StaticTree.of_widths((3, 1, 1), (0.5, 0.3, 0.1))
 DYNAMIC = DynamicTree(top_k=3, depth=4)
 ENTROPY = EntropyTree(top_k=3, depth=5, least_confidence=0.02)
-
-
-@dataclass(frozen=True)
-class SelfSetting(Setting):
-    kv: KvSelectionConfig = FULL
-    tree: TreeShape | None = None
-
-    def engine(self, models: Models, architecture: str) -> Engine:
-        runner = self.runner(models.load(architecture), self.num_blocks)
-        return Engine.from_parts(
-            target=LocalTarget(
-                runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE), self_tree=self.tree
-            ),
-            proposer=SelfSpeculation(tree=self.tree),
-            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
-            scheduler=SchedulerConfig(
-                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
-            ),
-            controller=FixedController(self.num_draft_tokens),
-        )
-
-
-class Streams:
-    """What the target says alone; computed once for each prompt and parameters."""
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self._known: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-
-    def alone(self, architecture: str, kind: str, params: SamplingParams) -> list[tuple[int, ...]]:
-        key = (architecture, kind)
-        if key not in self._known:
-            with Setting("none", batch=1).engine(self._models, architecture) as engine:
-                self._known[key] = [engine.generate([one], params)[0].token_ids for one in PROMPTS]
-        return self._known[key]
-
-
-PROMPTS = ragged_prompts(8, seed=1)
-POSITIONS_OF_OTHER_KINDS = ("phi3_longrope", "llama_dynamic_ntk", "gemma2", "gemma3", "gpt2", "cohere2")
-"""Tables by length, windows of some layers, learned positions."""
-KINDS = {"greedy": GREEDY, **SAMPLING, **SHAPING}
 
 
 @pytest.fixture(scope="module")
 def streams(models: Models) -> Streams:
     return Streams(models)
-
-
-def check(
-    models: Models, streams: Streams, setting: SelfSetting, kind: str, architecture: str = "llama"
-) -> EngineMetrics:
-    expected = streams.alone(architecture, kind, KINDS[kind])
-    prompts = PROMPTS[: setting.batch]
-    with setting.engine(models, architecture) as engine:
-        results = engine.generate(prompts, KINDS[kind])
-        engine.check_integrity()
-        metrics = engine.metrics()
-    for result, stream in zip(results, expected, strict=False):
-        assert result.token_ids == stream
-    return metrics
 
 
 COVER = [
@@ -251,13 +190,6 @@ def test_every_policy_is_in_the_product() -> None:
     assert {kv.policy for kv in SELECTIONS} == set(get_args(KvPolicyName))
 
 
-UNENDING = {
-    kind: msgspec.structs.replace(KINDS[kind], ignore_eos=True)
-    for kind in ("greedy", "plain", "cut", "hot", "penalties", "bad words")
-}
-"""Nothing is drafted in vain behind the end of a text."""
-
-
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "kv", [FULL, EVERYTHING, streaming(1.0)], ids=["full", "large budget", "whole share"]
@@ -287,70 +219,9 @@ def test_a_window_is_not_everything(models: Models, kind: str) -> None:
     assert metrics.num_accepted_tokens > 0
 
 
-class SharpModels(Models):
-    """Attention with large weights: what it sees, and where, then makes a difference."""
-
-    def load(self, architecture: str, seed: int = 0) -> LoadedModel:
-        is_new = (architecture, seed) not in self._loaded
-        loaded = super().load(architecture, seed)
-        if is_new:
-            for model in (loaded.model, self._references[architecture, seed]):
-                for name, weight in model.named_parameters():
-                    if "_proj" in name and "self_attn" in name:
-                        weight.data *= 6.0
-        return loaded
-
-
 @pytest.fixture(scope="module")
 def sharp_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return SharpModels(tmp_path_factory.mktemp("sharp"))
-
-
-LONG = [(5 + 7 * index * index) % 120 + 2 for index in range(37)]
-
-
-def draft_once(models: Models, setting: SelfSetting, params: SamplingParams, num_tokens: int) -> WorkResult:
-    """Return what the target says of drafting so many tokens behind `LONG`."""
-    runner = setting.runner(models.load("llama"), setting.num_blocks)
-    target = LocalTarget(
-        runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE), self_tree=setting.tree
-    )
-    name = RequestId("a")
-    blocks = tuple(range(40, 20, -1))
-    prefill = TargetWork(name, tuple(LONG[:-1]), 0, 0, 0, blocks)
-    admitted = AdmittedSequence(name, 12345, params)
-    target.submit(TargetStep(0, (prefill,), (admitted,)))
-    target.collect()
-    work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, len(blocks), (), num_self_drafted=num_tokens)
-    target.submit(TargetStep(1, (work,)))
-    (answer,) = target.collect().results
-    return answer
-
-
-def reference_logits(models: Models, selected: Sequence[int], path: Sequence[int]) -> torch.Tensor:
-    """What transformers says behind `LONG` and a path, [1, V], of which rows see only `selected` and it."""
-    tokens, first = [*LONG, *path], len(LONG) - 1
-    length = len(tokens)
-    allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    allowed[first:, [one for one in range(first) if one not in selected]] = False
-    mask = torch.zeros(length, length).masked_fill(~allowed, float("-inf"))[None, None]
-    with torch.inference_mode():
-        logits: torch.Tensor = models.reference("llama")(torch.tensor([tokens]), attention_mask=mask).logits[
-            0, -1:
-        ]
-    return logits
-
-
-def reference_draft(
-    models: Models, selected: Sequence[int], params: SamplingParams, num_tokens: int
-) -> tuple[int, ...]:
-    """The chain that it would draft."""
-    path: list[int] = []
-    for depth in range(num_tokens):
-        logits = reference_logits(models, selected, path)
-        rows = SamplingRows.build([RowSpec(params, 12345, len(LONG) + depth, 1)])
-        path.append(int(Sampler().sample(logits, rows).token_ids))
-    return tuple(path)
 
 
 @pytest.mark.cover(2)

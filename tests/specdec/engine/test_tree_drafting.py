@@ -21,10 +21,10 @@ from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree
 from specdec.verification.registry import capabilities_of
 from tests.specdec.engine import remote_cluster, toy_engines
+from tests.specdec.engine.judged_engines import engine_of
 from tests.specdec.engine.remote_cluster import CAPABILITIES, Cluster, a_request
-from tests.specdec.engine.test_rules import TINY_DRAFT, engine_of, p_value
-from tests.specdec.engine.test_trees import requests_of
-from tests.specdec.engine.toy_engines import expected_tokens, run, tokens_of
+from tests.specdec.engine.stream_frequencies import TINY_DRAFT, p_value
+from tests.specdec.engine.toy_engines import expected_tokens, requests_of, run, tokens_of
 
 STATIC = StaticTree.of_widths([3, 2, 1], (0.5, 0.2, 0.1))
 DYNAMIC = DynamicTree(top_k=3, depth=4)

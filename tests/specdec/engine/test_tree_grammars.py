@@ -9,8 +9,8 @@ import pytest
 
 from specdec.core.sampling_params import Grammar
 from specdec.sampling.grammar import ConstrainedTree, GrammarCompiler, GrammarState
-from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
-from tests.specdec.engine.test_grammars import PROMPTS, params_of, streams, token_of
+from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels, token_of
+from tests.specdec.engine.grammars_of_all_kinds import PROMPTS, params_of, streams
 
 pytest.importorskip("llguidance")
 

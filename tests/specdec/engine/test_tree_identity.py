@@ -21,17 +21,9 @@ from specdec.tree.static import StaticTree
 from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, VOCAB_SIZE, save_model
 from tests.rank_pool import Pools
 from tests.specdec.engine import ranked_engines
-from tests.specdec.engine.test_identity import (
-    SAMPLING,
-    SHAPING,
-    Models,
-    Setting,
-    alone,
-    check_greedy,
-    check_sampled,
-    ragged_prompts,
-    taking_turns,
-)
+from tests.specdec.engine.identity_settings import Setting, alone, check_greedy, check_sampled, taking_turns
+from tests.specdec.engine.sampling_kinds import SAMPLING, SHAPING
+from tests.specdec.engine.tiny_models import Models, ragged_prompts
 from tests.specdec.engine.tree_drafters import Bushy
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -11,23 +10,23 @@ import pytest
 
 from specdec.core.errors import ConfigError
 from specdec.core.ids import RequestId
-from specdec.core.plan import TargetStep
 from specdec.core.proposal import Proposal
-from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.engine.engine import Engine
 from specdec.engine.requests.roster import Roster
 from specdec.engine.targets.toy_target import ToyTarget
 from specdec.proposers.base import Proposer
 from specdec.proposers.ngram import NgramProposer
-from tests.specdec.engine.test_rules import judge_of
+from tests.specdec.engine.judged_engines import judge_of
 from tests.specdec.engine.toy_engines import (
     MODEL,
     VOCAB_SIZE,
     OracleProposer,
+    WatchedTarget,
+    check_streams,
     expected_tokens,
     request,
+    requests_of,
     run,
     tokens_of,
     toy_draft_model,
@@ -36,41 +35,8 @@ from tests.specdec.engine.toy_engines import (
 from tests.specdec.engine.tree_drafters import Bushy
 
 
-class WatchedTarget(ToyTarget):
-    """Remembers its steps."""
-
-    def __init__(self, **options: int) -> None:
-        super().__init__(MODEL, **options)
-        self.steps: list[TargetStep] = []
-
-    def submit(self, step: TargetStep) -> None:
-        self.steps.append(step)
-        super().submit(step)
-
-
 def bushy(drafter: Proposer | None = None, **options: bool) -> Bushy:
     return Bushy(drafter or OracleProposer(wrong_from=3), vocab_size=VOCAB_SIZE, **options)
-
-
-def requests_of(count: int, seed: int = 0, *, max_tokens: int = 24) -> list[Request]:
-    """Some greedy, some not; some begin alike."""
-    rng = random.Random(seed)
-    begin = rng.choices(range(VOCAB_SIZE), k=12)
-    return [
-        request(
-            f"r{index}",
-            [*begin[: rng.choice([0, 4, 8, 12])], *rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 9))],
-            SamplingParams(temperature=rng.choice([0.0, 0.8, 1.0]), max_tokens=rng.randint(1, max_tokens)),
-            seed=rng.getrandbits(64),
-        )
-        for index in range(count)
-    ]
-
-
-def check(engine: Engine, requests: Sequence[Request]) -> None:
-    outputs = run(engine, *requests)
-    for one in requests:
-        assert tokens_of(outputs[one.request_id]) == expected_tokens(one)
 
 
 DRAFTERS = {
@@ -86,7 +52,7 @@ DRAFTERS = {
 )
 def test_tokens_are_those_without_trees(drafter: str, num_nodes: int, prefix_caching: bool) -> None:
     engine = toy_engine(bushy(DRAFTERS[drafter]()), num_draft_tokens=num_nodes, prefix_caching=prefix_caching)
-    check(engine, requests_of(12))
+    check_streams(engine, requests_of(12))
     metrics = engine.metrics()
     assert metrics.num_accepted_tokens > 0
     assert metrics.num_moved_kv > 0
@@ -108,7 +74,7 @@ def test_preemption_and_chunks(seed: int) -> None:
     """Blocks trimmed at a commit are given to others in the very step that moves K/V out of them."""
     target = WatchedTarget(num_blocks=28)
     engine = toy_engine(bushy(), target=target, num_draft_tokens=9, max_num_batched_tokens=24, max_num_seqs=6)
-    check(engine, requests_of(14, seed, max_tokens=40))
+    check_streams(engine, requests_of(14, seed, max_tokens=40))
     assert engine.metrics().num_preemptions > 0
     size = target.description.block_size
     given_away = 0
@@ -125,10 +91,10 @@ def test_who_comes_later_finds_what_ended_with_a_tree(seed: int) -> None:
     engine = toy_engine(bushy(OracleProposer()), num_draft_tokens=14, max_num_seqs=1)
     for index in range(6):
         first = request(f"a{index}", rng.choices(range(VOCAB_SIZE), k=5), seed=index)
-        check(engine, [first])
+        check_streams(engine, [first])
         whole = [*first.prompt_token_ids, *expected_tokens(first)]
         hits = engine.metrics().prefix_cache_hits
-        check(engine, [request(f"b{index}", whole, seed=index)])
+        check_streams(engine, [request(f"b{index}", whole, seed=index)])
         assert engine.metrics().prefix_cache_hits > hits
 
 
@@ -171,7 +137,7 @@ def test_nothing_is_moved_where_the_path_lies_in_order() -> None:
 
     target = WatchedTarget()
     engine = toy_engine(Leaning(), target=target, num_draft_tokens=5)
-    check(engine, requests_of(6))
+    check_streams(engine, requests_of(6))
     assert any(work.parents is not None for step in target.steps for work in step.works)
     assert not any(step.moves for step in target.steps)
     assert engine.metrics().num_moved_kv == 0
@@ -179,7 +145,7 @@ def test_nothing_is_moved_where_the_path_lies_in_order() -> None:
 
 def test_malformed_trees_are_dropped_and_counted() -> None:
     engine = toy_engine(bushy(is_malformed=True), num_draft_tokens=6)
-    check(engine, requests_of(5))
+    check_streams(engine, requests_of(5))
     metrics = engine.metrics()
     assert metrics.proposals_dropped["malformed"] > 0
     assert metrics.num_draft_tokens == 0
@@ -189,7 +155,7 @@ def test_trees_of_who_said_to_draft_chains_are_dropped() -> None:
     proposer = bushy()
     proposer.capabilities = replace(proposer.capabilities, shape="chain")
     engine = toy_engine(proposer, num_draft_tokens=6)
-    check(engine, requests_of(5))
+    check_streams(engine, requests_of(5))
     assert engine.metrics().proposals_dropped["malformed"] > 0
 
 

@@ -16,8 +16,6 @@ import torch
 import transformers
 
 from specdec.core.errors import ConfigError
-from specdec.core.ids import RequestId
-from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.profiling.plan import ProfilePlan
@@ -36,21 +34,18 @@ from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
 from tests.architectures import ARCHITECTURES, make_tokenizer, with_layers
-from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_self_speculation import (
+from tests.specdec.engine.sampling_kinds import KINDS
+from tests.specdec.engine.self_drafting import (
     BLOCK_SIZE,
     FULL,
-    GREEDY,
-    KINDS,
-    LONG,
-    PROMPTS,
     SelfSetting,
-    SharpModels,
     Streams,
     check,
     selecting,
     streaming,
 )
+from tests.specdec.engine.target_alone import LONG, Rounds, draft_behind
+from tests.specdec.engine.tiny_models import PROMPTS, Models, SharpModels
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 
@@ -152,16 +147,6 @@ def test_says_what_it_says_alone_in_every_setting(
 # ------------------------------------------------------------------------------- drafts are the view's
 
 
-def draft_behind(target: LocalTarget, num_tokens: int) -> tuple[int, ...]:
-    """What the target drafts behind `LONG`; its prompt is in the cache but for the last token."""
-    name, blocks = RequestId("a"), tuple(range(40, 20, -1))
-    prefill = TargetWork(name, tuple(LONG[:-1]), 0, 0, 0, blocks)
-    target.run(TargetStep(0, (prefill,), (AdmittedSequence(name, 12345, GREEDY),)))
-    work = TargetWork(name, (LONG[-1],), len(LONG) - 1, 1, len(blocks), (), num_self_drafted=num_tokens)
-    (answer,) = target.run(TargetStep(1, (work,))).results
-    return answer.drafted
-
-
 def reference_draft(models: Models, view: str, num_tokens: int) -> tuple[int, ...]:
     """The same by transformers: K/V of the text are the whole model's, what follows is the view's."""
     whole = copy.deepcopy(models.reference("llama"))
@@ -209,44 +194,6 @@ def test_control_each_view_says_something_else(models: Models) -> None:
 
 
 # --------------------------------------------------------------------------------- nothing of it stays
-
-
-class Rounds:
-    """One sequence at a target, round by round, greedy."""
-
-    def __init__(self, target: LocalTarget) -> None:
-        self.target = target
-        self.tokens = list(LONG)
-        self.name, blocks = RequestId("a"), tuple(range(1, 41))
-        prefill = TargetWork(self.name, tuple(LONG[:-1]), 0, 0, 0, blocks)
-        target.run(TargetStep(0, (prefill,), (AdmittedSequence(self.name, 3, GREEDY),)))
-
-    def run(self, num_tokens: int, num_drafted: int) -> None:
-        while len(self.tokens) < len(LONG) + num_tokens:
-            work = TargetWork(
-                self.name,
-                (self.tokens[-1],),
-                len(self.tokens) - 1,
-                1,
-                40,
-                (),
-                num_self_drafted=num_drafted,
-            )
-            (answer,) = self.target.run(TargetStep(1, (work,))).results
-            for index, token in enumerate(answer.token_ids):
-                self.tokens.append(token)
-                if index < len(answer.drafted) and answer.drafted[index] != token:
-                    break
-
-    def kept(self, num_tokens: int) -> list[torch.Tensor]:
-        """K and V of the first tokens, layer by layer."""
-        pool = self.target.runner.pool
-        num_blocks, rest = divmod(len(LONG) - 1 + num_tokens, BLOCK_SIZE)
-        kept = []
-        for one in (*pool.keys, *pool.values):
-            rows = one[1 : 2 + num_blocks].transpose(1, 2).flatten(0, 1)
-            kept.append(rows[: num_blocks * BLOCK_SIZE + rest].clone())
-        return kept
 
 
 @pytest.mark.cover(1)

@@ -28,12 +28,12 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import draft_window
 from tests.architectures import VOCAB_SIZE
 from tests.rank_pool import Pools
+from tests.specdec.engine.configured_heads import config_of, remote_config, serve
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.fitted_drafters import FittedDrafters
 from tests.specdec.engine.remote_heads import RemoteHeads, generate_each
-from tests.specdec.engine.targets.test_target_drafting import GREEDY, KINDS, PROMPTS, Bench
-from tests.specdec.engine.test_heads import config_of, serve
-from tests.specdec.engine.test_identity import Models
-from tests.specdec.engine.test_remote_heads import remote_config
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 from tests.specdec.engine.toy_engines import request
 
 pytestmark = pytest.mark.usefixtures("one_thread")

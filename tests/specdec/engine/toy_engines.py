@@ -1,12 +1,14 @@
-"""Engines over the toy target, and the drafters that the tests put beside it."""
+"""Engines over the toy target, drafters that tests put beside it, requests, and the check of what comes."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from specdec.core.clock import Clock
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
+from specdec.core.plan import TargetStep
 from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
@@ -195,3 +197,36 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[int]:
 def text_of(outputs: Sequence[RequestOutput]) -> str:
     """All text of one request."""
     return "".join(output.text for output in outputs)
+
+
+class WatchedTarget(ToyTarget):
+    """Remembers its steps."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(MODEL, **options)
+        self.steps: list[TargetStep] = []
+
+    def submit(self, step: TargetStep) -> None:
+        self.steps.append(step)
+        super().submit(step)
+
+
+def requests_of(count: int, seed: int = 0, *, max_tokens: int = 24) -> list[Request]:
+    """Some greedy, some not; some begin alike."""
+    rng = random.Random(seed)
+    begin = rng.choices(range(VOCAB_SIZE), k=12)
+    return [
+        request(
+            f"r{index}",
+            [*begin[: rng.choice([0, 4, 8, 12])], *rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 9))],
+            SamplingParams(temperature=rng.choice([0.0, 0.8, 1.0]), max_tokens=rng.randint(1, max_tokens)),
+            seed=rng.getrandbits(64),
+        )
+        for index in range(count)
+    ]
+
+
+def check_streams(engine: Engine, requests: Sequence[Request]) -> None:
+    outputs = run(engine, *requests)
+    for one in requests:
+        assert tokens_of(outputs[one.request_id]) == expected_tokens(one)

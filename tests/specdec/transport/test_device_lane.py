@@ -27,9 +27,8 @@ from specdec.transport.parcels import ParcelHead
 from specdec.transport.torch_dist import TorchDistChannel
 from tests.specdec.transport.echo_peer import echo_process
 from tests.specdec.transport.gloo_pipe import GlooPipe, gloo_lanes
-from tests.specdec.transport.test_torch_dist import exchange_tensors, until_lost
+from tests.specdec.transport.tensor_exchange import CLIENT, ECHO, SERVER, exchange_tensors, until_lost
 
-SERVER, CLIENT, ECHO = PeerId("server"), PeerId("client"), PeerId("echo")
 HASTY = TorchDistOptions(heartbeat_interval_s=0.1, heartbeat_timeout_s=1.0)
 
 

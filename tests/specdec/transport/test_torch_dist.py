@@ -15,14 +15,13 @@ import torch
 from torch.distributed import TCPStore
 
 from specdec.core.errors import ChannelTimeout, ProtocolError, ResourceError
-from specdec.transport.base import PeerAddress, PeerId, PeerLost, TensorChannel
+from specdec.transport.base import PeerAddress, PeerId, PeerLost
 from specdec.transport.gloo_link import FrameKind, TorchDistOptions
 from specdec.transport.memory import MemoryNetwork
 from specdec.transport.messages import Ping, encode
 from specdec.transport.torch_dist import TorchDistChannel
 from tests.specdec.transport.echo_peer import echo_process
-
-SERVER, CLIENT, ECHO = PeerId("server"), PeerId("client"), PeerId("echo")
+from tests.specdec.transport.tensor_exchange import CLIENT, ECHO, SERVER, exchange_tensors, until_lost
 
 
 @contextmanager
@@ -58,29 +57,6 @@ def test_tensors_arrive_with_their_message_in_order(transport: str) -> None:
     else:
         with channels("server", "client") as (server, client):
             exchange_tensors(server, client)
-
-
-def exchange_tensors(server: TensorChannel, client: TensorChannel) -> None:
-    server.admit([client.address])
-    client.connect(server.address)
-    generator = torch.Generator().manual_seed(1)
-    for rows in (1, 0, 700, 40_000, 3):  # in one slot; without rows; two chunks; many chunks
-        hidden = torch.randn((rows, 48), generator=generator).bfloat16()
-        client.send_tensors(SERVER, Ping(rows), {"hidden": hidden, "rows": torch.arange(rows)})
-        client.send(SERVER, Ping(-1))
-        hidden_sent = hidden.clone()
-        hidden.zero_()
-        envelope = server.receive(10)
-        assert (envelope.sender, envelope.message) == (CLIENT, Ping(rows))
-        assert envelope.tensors is not None
-        assert torch.equal(envelope.tensors["hidden"], hidden_sent)
-        assert torch.equal(envelope.tensors["rows"], torch.arange(rows))
-        plain = server.receive(10)
-        assert (plain.message, plain.tensors) == (Ping(-1), None)
-    server.send_tensors(CLIENT, Ping(9), {"back": torch.ones(3)})
-    answer = client.receive(10)
-    assert answer.tensors is not None
-    assert torch.equal(answer.tensors["back"], torch.ones(3))
 
 
 def test_more_than_the_bound_is_an_error_at_its_sender() -> None:
@@ -241,13 +217,6 @@ def test_a_process_that_dies_or_hangs_is_noticed_and_nothing_waits_for_it(end: s
         started_s = time.monotonic()
         unheard(client, 0.2)
         assert time.monotonic() - started_s < 10
-
-
-def until_lost(channel: TorchDistChannel) -> object:
-    """Return the news; what was in flight when a peer ended may still arrive before it."""
-    while not isinstance(message := channel.receive(10).message, PeerLost):
-        pass
-    return message
 
 
 def test_who_cannot_be_reached_is_reported_until_it_is_not_wanted_any_more() -> None:

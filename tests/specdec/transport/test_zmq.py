@@ -9,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import pytest
 import zmq
@@ -21,6 +20,7 @@ from specdec.transport.base import PeerAddress, PeerFound, PeerId, PeerLost
 from specdec.transport.messages import Fatal, Ping, encode
 from specdec.transport.zmq import KeyPair, ZmqChannel, ZmqOptions
 from tests.specdec.transport.conftest import has_ipv6_loopback
+from tests.specdec.transport.raw_dealer import raw_dealer
 
 
 @contextmanager
@@ -31,22 +31,6 @@ def channels(*names: str) -> Iterator[list[ZmqChannel]]:
     finally:
         for channel in opened:
             channel.close()
-
-
-@contextmanager
-def raw_dealer(
-    server: ZmqChannel, keys: KeyPair | None, options: Mapping[int, int] = MappingProxyType({})
-) -> Iterator[zmq.Socket[bytes]]:
-    """A peer that uses none of our code; with keys it speaks CURVE, without it does not."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        for name, value in {zmq.LINGER: 0, **options}.items():
-            dealer.setsockopt(name, value)
-        if keys is not None:
-            dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            dealer.setsockopt(zmq.CURVE_SERVERKEY, server.address.public_key.encode())
-        dealer.connect(server.address.endpoint)
-        yield dealer
 
 
 class Wire:

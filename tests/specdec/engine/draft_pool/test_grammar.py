@@ -39,9 +39,9 @@ from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.messages import DraftOpening, ProposeEntry, Release
 from tests.rank_pool import Pools
-from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels
-from tests.specdec.engine.test_draft_isolation import Pool, an_entry
-from tests.specdec.engine.test_grammars import GRAMMARS, PROMPTS, models, params_of, streams
+from tests.specdec.engine.draft_pool.shared_worker import Pool, an_entry
+from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels, models
+from tests.specdec.engine.grammars_of_all_kinds import GRAMMARS, PROMPTS, params_of, streams
 
 pytest.importorskip("llguidance")
 __all__ = ["models"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from specdec.engine.draft_pool.patience import DraftDeadlineConfig
 from specdec.engine.draft_pool.placement import (
     DraftPlacementConfig,
     DraftWorkerView,
+    MemoryShortage,
     Vacancy,
     place,
     rebalance,
@@ -162,6 +164,56 @@ def test_that_swing_would_be_seen() -> None:
 
 def test_moving_can_be_switched_off() -> None:
     assert not rebalance([view("a", 40), view("b", 0)], DraftPlacementConfig(max_moves=0), 0.9)
+
+
+def test_nothing_is_moved_to_a_worker_that_is_short_of_memory() -> None:
+    busy, idle = view("a", 40), view("b", 0)
+    assert rebalance([busy, idle], CONFIG, 0.0)
+    assert not rebalance([busy, replace(idle, is_short_of_memory=True)], CONFIG, 0.0)
+
+
+def test_what_there_was_no_memory_for_is_tried_ever_more_rarely_and_one_at_a_time() -> None:
+    memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=1.0))
+    assert memory.may_try(1 << 20, 0.0)
+    for num_tokens in (70, 50, 60):
+        memory.refused(num_tokens, 0.0)
+    attempts, now_s = [], 0.0
+    while len(attempts) < 6:
+        now_s += 0.01
+        assert memory.may_try(49, now_s), "who is shorter is not kept from it"
+        if memory.may_try(50, now_s):
+            attempts.append(now_s)
+            memory.placed(50, now_s)
+            assert not memory.may_try(50, now_s), "one at a time"
+            memory.refused(50, now_s)
+    intervals = [later - earlier for earlier, later in itertools.pairwise(attempts)]
+    assert attempts[0] == pytest.approx(0.1, abs=0.02)
+    assert intervals == pytest.approx([0.2, 0.4, 0.8, 1.0, 1.0], abs=0.02)
+
+
+def test_one_that_there_was_memory_for_is_followed_by_the_next_one() -> None:
+    memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=1.0))
+    memory.refused(50, 0.0)
+    memory.accepted(40, 0.0)
+    assert not memory.may_try(50, 0.0), "that says nothing of longer ones"
+    for now_s in (0.1, 0.12, 0.14):
+        assert memory.may_try(50, now_s)
+        memory.placed(50, now_s)
+        assert not memory.may_try(50, now_s)
+        memory.accepted(50, now_s)
+    memory.placed(50, 2.0)
+    memory.accepted(50, 2.0)
+    assert not memory.is_doubtful(50), "nobody was refused for long"
+
+
+def test_what_was_refused_long_ago_says_nothing_of_now() -> None:
+    memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=1.0))
+    memory.refused(50, 0.0)
+    assert memory.is_recent(1.9)
+    assert not memory.is_recent(2.1)
+    memory.refused(80, 2.1)
+    assert memory.is_recent(2.2)
+    assert not memory.is_doubtful(79)
 
 
 def test_a_full_worker_is_tried_ever_more_rarely_and_with_one_sequence_at_a_time() -> None:

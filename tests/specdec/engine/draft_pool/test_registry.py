@@ -90,39 +90,87 @@ def test_nobody_is_asked_for_what_nobody_can_go_on_with() -> None:
     assert bench.left == [(short.request_id, A), (short.request_id, B)]
 
 
-def test_one_that_never_had_a_place_was_refused_one_that_had_has_outgrown_it() -> None:
+def test_one_that_found_no_place_may_come_again_one_that_has_outgrown_a_worker_rests_there() -> None:
     bench = Bench(A, B)
     (one,) = some(1)
-    registration = _registered(bench, [one])[one.request_id]
-    vacancy = bench.registry.links[registration.worker].vacancy
-    vacancy.told(0)
-    assert not bench.registry.refused(one.request_id, 0.0)
-    vacancy.told(1)
+    _registered(bench, [one])
+    bench.registry.refused(one.request_id)
+    assert bench.registry.why_nowhere(one.request_id) == "place"
     registration = _registered(bench, [one])[one.request_id]
     registration.note_answer(10, 0)
     worker = registration.worker
-    assert bench.registry.refused(one.request_id, 0.0)
+    bench.registry.outgrown(one.request_id, 10, 0.0)
+    assert bench.registry.why_nowhere(one.request_id) == "memory"
     for _ in range(3):  # it rests there, and only there
         assert _registered(bench, [one])[one.request_id].worker != worker
         bench.registry.forget(RequestId("another"))
     assert sum(link.num_registered for link in bench.registry.links.values()) == 1
 
 
-@pytest.mark.parametrize("num_places", [None, 5])
-def test_who_is_refused_though_there_are_places_is_too_long_for_the_memory(num_places: int | None) -> None:
-    """It rests there; others may come at once. A worker that never tells of places has any number."""
+def test_who_is_too_long_for_the_memory_rests_there_and_shorter_ones_may_come_at_once() -> None:
     bench = Bench(A)
     long, short = Placed(RequestId("long"), 40), Placed(RequestId("short"), 4)
+    other = Placed(RequestId("other"), 40)
     _registered(bench, [long])
-    vacancy = bench.registry.links[A].vacancy
-    if num_places is not None:
-        vacancy.told(num_places)
-    assert bench.registry.refused(long.request_id, 0.0)
-    assert set(_registered(bench, [long, short])) == {short.request_id}
-    assert bench.registry.why_nowhere(long.request_id) == "memory"
-    assert vacancy.has_place(0.0)
+    bench.registry.outgrown(long.request_id, 40, 0.0)
+    assert set(_registered(bench, [long, other, short])) == {short.request_id}
+    for held_back in (long, other):
+        assert bench.registry.why_nowhere(held_back.request_id) == "memory"
+    bench.registry.forget(other.request_id)
     bench.registry.by_worker([long], DEADLINES.max_retry_s)
     assert long.request_id in bench.registry.registrations, "its memory may be free again"
+
+
+def test_of_those_that_a_worker_may_have_no_memory_for_the_shortest_is_tried() -> None:
+    """If it had none for that one, it would have none for those that are longer."""
+    bench = Bench(A)
+    longest, shortest = Placed(RequestId("longest"), 90), Placed(RequestId("shortest"), 40)
+    sequences = [longest, Placed(RequestId("middle"), 60), shortest]
+    _registered(bench, sequences)
+    for one in sequences:
+        bench.registry.outgrown(one.request_id, one.committed_len, 0.0)
+    for attempt in range(1, 4):
+        now_s = attempt * (DEADLINES.max_retry_s + 0.1)
+        bench.registry.by_worker(sequences, now_s)
+        assert bench.registry.registrations.keys() == {shortest.request_id}
+        bench.registry.outgrown(shortest.request_id, 40, now_s)
+
+
+def test_who_is_as_long_as_what_a_worker_refused_goes_to_another() -> None:
+    """A worker whose memory is full of long texts has few of them: it looks as if it had little to do."""
+    bench = Bench(A, B)
+    for one in some(4):
+        bench.registry.give(one, A, 0.0)
+    refused = Placed(RequestId("refused"), 100)
+    bench.registry.give(refused, B, 0.0)
+    bench.registry.outgrown(refused.request_id, 100, 0.0)
+    newcomers = [Placed(RequestId(f"newcomer{index}"), 100 + index) for index in range(3)]
+    short = Placed(RequestId("short"), 99)
+    registered = _registered(bench, [*newcomers[:1], short])
+    assert registered[newcomers[0].request_id].worker == A
+    assert registered[short.request_id].worker == B
+    bench.registry.by_worker(newcomers, DEADLINES.first_retry_s)
+    workers = [bench.registry.registrations[one.request_id].worker for one in newcomers]
+    assert workers == [A, B, A], "one of them finds out whether it has memory again"
+
+
+def test_nothing_is_moved_for_nothing_to_a_worker_without_memory() -> None:
+    """What is moved there is refused, and comes back as a whole."""
+    bench = Bench(A)
+    short, long = some(12), [Placed(RequestId(f"long{index}"), 100) for index in range(3)]
+    _registered(bench, short)
+    bench.registry.add(B)
+    for one in long:
+        bench.registry.give(one, B, 0.0)
+    rests_until_s: dict[RequestId, float] = {}
+    for tick in range(200):
+        now_s = 0.1 * tick
+        for one in bench.registry.by_worker([*short, *long], now_s)[B]:
+            if one not in long:
+                assert now_s >= rests_until_s.get(one.request_id, 0.0)
+                rests_until_s[one.request_id] = now_s + DEADLINES.max_retry_s
+                bench.registry.outgrown(one.request_id, one.committed_len, now_s)
+    assert 5 <= bench.registry.num_moved <= 9, "four at first, then one at a time, seldom"
 
 
 def test_a_sequence_that_its_worker_cannot_read_goes_to_one_that_can() -> None:
@@ -156,6 +204,25 @@ def test_no_sequence_is_moved_to_a_worker_that_cannot_read_it() -> None:
         bench.registry.by_worker(sequences, 10.0 * number)
     at_b = {name for name, its in bench.registry.registrations.items() if its.worker == B}
     assert at_b == {one.request_id for one in sequences if one.committed_len == 10}
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_what_is_to_move_waits_for_whom_it_may_concern(is_silent: bool) -> None:
+    """Until the next look at the balance; meanwhile the worker that is to have it may have gone silent."""
+    bench = Bench(A)
+    sequences = some(12)
+    _registered(bench, sequences)
+    bench.registry.add(B)
+    bench.registry.by_worker([], 0.0)
+    for one in sequences[:3]:
+        bench.registry.by_worker([one], 0.0)
+    assert bench.registry.num_moved == 3
+    if is_silent:
+        bench.registry.links[B].patience.missed(0.0)
+    for now_s in (0.1, 0.2, 0.3):
+        bench.registry.by_worker(sequences, now_s)
+    assert bench.registry.num_moved == (3 if is_silent else 4), "four at a time"
+    assert len(bench.left) == bench.registry.num_moved
 
 
 def test_what_was_read_is_what_the_last_answer_says() -> None:
@@ -209,7 +276,7 @@ def test_who_was_answered_for_in_between_is_innocent() -> None:
         bench.registry.add(worker)
         its = _registered(bench, [one])[one.request_id]
         its.sent_len = 10
-        bench.registry.answered(one.request_id, 10, 0)
+        bench.registry.answered(one.request_id, 10, 0, 0.0)
         its.sent_len = 12
         bench.registry.remove(worker)
     bench.registry.add(A)
@@ -220,7 +287,7 @@ def test_who_was_answered_for_in_between_is_innocent() -> None:
         its = _registered(bench, [one]).get(one.request_id) or Registration(A, 0)
         its.sent_len = 12
         if number < _MOST_DEATHS - 1:
-            bench.registry.answered(one.request_id, 11, 5)
+            bench.registry.answered(one.request_id, 11, 5, 0.0)
     bench.registry.remove(A)
     bench.registry.add(A)
     assert one.request_id not in _registered(bench, [one])

@@ -10,13 +10,14 @@ import pytest
 from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import Sequence, TokenConstraint
 from specdec.engine.draft_pool.message_lengths import longest_message_bytes
 from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 from specdec.engine.draft_pool.server import DraftServer
+from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.transport.base import PeerId
-from specdec.transport.memory import Faults, MemoryChannel
-from specdec.transport.messages import ProposeAnswer, ProposeReply, ProposeRequest, Release
+from specdec.transport.memory import Faults
+from tests.specdec.engine.draft_pool.scripted_worker import scripted
+from tests.specdec.engine.draft_pool.wanted_drafts import FreeSequence, budgets, sequence
 from tests.specdec.engine.remote_cluster import (
     CAPABILITIES,
     OTHER_MODEL,
@@ -27,70 +28,6 @@ from tests.specdec.engine.remote_cluster import (
     reasons,
     serve_all,
 )
-
-
-class FreeSequence(Sequence):
-    """Without a grammar."""
-
-    constraint: TokenConstraint | None = None
-    kv_budget: int = 0
-
-
-def sequence(name: str, prompt: int = 6) -> FreeSequence:
-    return FreeSequence(
-        Request(
-            request_id=RequestId(name),
-            prompt_token_ids=tuple(index % VOCAB for index in range(prompt)),
-            params=SamplingParams(temperature=0.0),
-            seed=1,
-        )
-    )
-
-
-def budgets(*sequences: Sequence, k: int = 3) -> dict[RequestId, int]:
-    return {one.request_id: k for one in sequences}
-
-
-class Scripted:
-    """A draft worker played by the test."""
-
-    def __init__(self, cluster: Cluster, name: str = "scripted") -> None:
-        self.channel: MemoryChannel = cluster.network.open(PeerId(name))
-        self.channel.admit([cluster.proposer._channel.address])
-        self.asked: list[ProposeRequest] = []
-        self.released: list[Release] = []
-        self.replies: list[Mapping[str, object]] = []
-        """Changes to the right answer, one per answer to send."""
-        cluster.proposer.set_workers([self.channel.address])
-        cluster.network.serve(PeerId(name), self.serve)
-
-    def serve(self) -> None:
-        envelope = self.channel.receive(0)
-        if isinstance(envelope.message, Release):
-            self.released.append(envelope.message)
-            return
-        assert isinstance(envelope.message, ProposeRequest)
-        self.asked.append(envelope.message)
-        for changes in self.replies:
-            answers = []
-            for entry in envelope.message.entries:
-                fields: dict[str, object] = {
-                    "request_id": entry.request_id,
-                    "epoch": entry.epoch,
-                    "committed_len": entry.committed_len,
-                    "prefix_hash": entry.prefix_hash,
-                    "token_ids": (1, 2, 3),
-                    **changes,
-                }
-                answers.append(ProposeAnswer(**fields))  # type: ignore[arg-type]
-            self.channel.send(envelope.sender, ProposeReply(envelope.message.round_id, tuple(answers)))
-
-
-def scripted(*replies: Mapping[str, object]) -> tuple[Cluster, Scripted, RemoteProposer]:
-    cluster = Cluster(Faults(), num_drafters=0)
-    worker = Scripted(cluster)
-    worker.replies = list(replies)
-    return cluster, worker, cluster.proposer
 
 
 def test_only_new_tokens_travel() -> None:
@@ -240,6 +177,25 @@ def test_release_reaches_the_worker() -> None:
     cluster.proposer.release([one.request_id, RequestId("unknown")])
     cluster.network.run_for(0.1)
     assert len(drafter.known) == 1
+
+
+def test_who_found_no_place_is_not_too_long_though_one_is_free_a_moment_later() -> None:
+    """The answer tells of the places that there are when it is sent: a release came in the same turn."""
+    cluster = Cluster(Faults(), num_drafters=1, shares=DraftShareConfig(max_sequences=1))
+    (name,), (server,) = cluster.servers.keys(), cluster.servers.values()
+    present, late = sequence("present"), sequence("late")
+    cluster.proposer.propose([present], budgets(present))
+    cluster.network.run_for(0.2)
+    cluster.network.serve(name, lambda: None)
+    cluster.proposer.propose([late], {})
+    cluster.proposer.release([present.request_id])
+    cluster.network.run_for(0.1)
+    server.step(0)
+    cluster.network.run_for(0.1)
+    assert (server.counters["refused_entries"], server.num_sequences) == (1, 0)
+    cluster.proposer.propose([], {})
+    assert cluster.proposer.counters["draft_sequences_refused"] == 1
+    assert cluster.proposer.counters.get("draft_sequences_outgrown", 0) == 0
 
 
 def test_coordinators_do_not_see_each_other() -> None:

@@ -3,132 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 import pytest
 
-from specdec.core.clock import ManualClock
 from specdec.core.distributions import TokenDistribution
-from specdec.core.errors import ChannelTimeout
 from specdec.core.ids import RequestId
-from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.draft_pool.message_lengths import divided_answers
-from specdec.engine.draft_pool.server import DraftServer
 from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.targets.toy_runner import ToyRunner
-from specdec.engine.targets.toy_target import ToyModel
 from specdec.kv.selection import KvSelectionConfig
-from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
+from specdec.proposers.base import ProposerCapabilities
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
-from specdec.transport.base import MAX_MESSAGE_BYTES, PeerId
-from specdec.transport.memory import MemoryNetwork
-from specdec.transport.messages import (
-    DraftBranch,
-    DraftOpening,
-    ProposeAnswer,
-    ProposeEntry,
-    ProposeReply,
-    ProposeRequest,
-    Release,
-    encode,
+from specdec.transport.base import PeerId
+from specdec.transport.messages import DraftBranch, DraftOpening, ProposeAnswer, Release, encode
+from tests.specdec.engine.draft_pool.server_bench import (
+    MODEL,
+    PARAMS,
+    TOKENS,
+    VOCAB,
+    Bench,
+    draft_model,
+    entry,
+    expected,
 )
 from tests.specdec.proposers.contract import FrozenView
-
-VOCAB = 24
-MODEL = ToyModel(VOCAB, seed=3)
-PARAMS = SamplingParams(temperature=0.9)
-TOKENS = (1, 2, 3, 4, 5, 6)
-
-
-def draft_model(runner: ToyRunner | None = None) -> DraftModelProposer:
-    return DraftModelProposer(runner or ToyRunner(MODEL), Sampler(), vocab_size=VOCAB)
-
-
-class Bench:
-    """A draft server, and coordinators played by the test."""
-
-    def __init__(
-        self,
-        proposer: Proposer,
-        num_coordinators: int = 2,
-        shares: DraftShareConfig | None = None,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-    ) -> None:
-        self.network = MemoryNetwork(seed=0, clock=ManualClock())
-        channel = self.network.open(PeerId("draft"), max_message_bytes=max_message_bytes)
-        self.server = DraftServer(
-            channel,
-            proposer,
-            shares=shares,
-            clock=self.network.clock,
-            max_message_bytes=max_message_bytes,
-        )
-        self.replies: list[ProposeReply] = []
-        self.channels = [self.network.open(PeerId(f"c{index}")) for index in range(num_coordinators)]
-        channel.admit([one.address for one in self.channels])
-        for one in self.channels:
-            one.connect(channel.address)
-
-    def send(self, coordinator: int, *entries: ProposeEntry) -> None:
-        self.channels[coordinator].send(PeerId("draft"), ProposeRequest(1, entries))
-
-    def serve(self) -> list[list[ProposeAnswer]]:
-        """Let the server take all that was sent; return the answers of each coordinator."""
-        self.network.run_for(0.1)
-        assert self.server.step(0)
-        self.network.run_for(0.1)
-        answers: list[list[ProposeAnswer]] = []
-        for channel in self.channels:
-            answers.append([])
-            with suppress(ChannelTimeout):
-                while True:
-                    message = channel.receive(0).message
-                    assert isinstance(message, ProposeReply)
-                    answers[-1] += message.answers
-                    self.replies.append(message)
-        return answers
-
-
-def entry(
-    name: str,
-    tokens: Sequence[int] = TOKENS,
-    *,
-    base_len: int = 0,
-    pending: Sequence[int] = (),
-    fan_out: Sequence[int] | None = None,
-    num_draft_tokens: int = 3,
-) -> ProposeEntry:
-    return ProposeEntry(
-        request_id=RequestId(name),
-        epoch=1,
-        committed_len=len(tokens),
-        prefix_hash=extend_prefix_hash(EMPTY_PREFIX, tokens),
-        num_draft_tokens=num_draft_tokens,
-        base_len=base_len,
-        token_ids=tuple(tokens[base_len:]),
-        opening=DraftOpening(PARAMS, 7, 1) if base_len == 0 else None,
-        pending=tuple(pending),
-        fan_out=None if fan_out is None else tuple(fan_out),
-    )
-
-
-def expected(asked: ProposeEntry, tokens: Sequence[int] = TOKENS) -> tuple[DraftBranch, ...]:
-    one = FrozenView(asked.request_id, tuple(tokens), PARAMS, 7)
-    wish = AheadWish(
-        view=one, pending=asked.pending, num_draft_tokens=asked.num_draft_tokens, fan_out=asked.fan_out
-    )
-    return tuple(
-        DraftBranch(proposal.committed_len, proposal.prefix_hash, proposal.token_ids)
-        for proposal in draft_model().propose_ahead([wish])[one.request_id]
-    )
 
 
 def test_branches_of_all_coordinators_and_ordinary_drafts_are_made_together() -> None:
@@ -275,6 +181,49 @@ def test_who_waits_for_a_sequence_that_gives_way_is_told_so() -> None:
     assert [answer.token_ids != () for answer in second] == [True]
     assert bench.server.counters["displaced_sequences"] == 1
     assert bench.server.num_sequences == 3
+
+
+def test_who_is_refused_is_told_whether_it_is_for_want_of_a_place_or_of_memory() -> None:
+    for its_entry, shares, num_blocks, lacks_memory in (
+        (entry("late"), DraftShareConfig(max_sequences=1), 256, False),
+        (entry("late", TOKENS * 4), DraftShareConfig(max_sequences=9), 8, True),
+        (entry("late", TOKENS * 4), None, 8, True),
+    ):
+        bench = Bench(draft_model(ToyRunner(MODEL, num_blocks=num_blocks)), 1, shares=shares)
+        bench.send(0, entry("first"))
+        bench.serve()
+        bench.send(0, its_entry)
+        ((answer,),) = bench.serve()
+        assert (answer.request_id, answer.is_full) == ("late", True)
+        assert answer.lacks_memory == lacks_memory
+        assert bench.server.counters["refused_entries"] == 1
+
+
+def test_one_that_has_outgrown_its_share_is_told_so() -> None:
+    """Both are let in before either is read."""
+    bench = Bench(draft_model(ToyRunner(MODEL, num_blocks=8)), 1)
+    bench.send(0, entry("a", TOKENS * 3), entry("b", TOKENS * 3))
+    ((first, second),) = bench.serve()
+    assert (first.is_full, first.lacks_memory) == (False, False)
+    assert (second.is_full, second.lacks_memory) == (True, True)
+    assert bench.server.counters["outgrown_sequences"] == 1
+
+
+def test_nobody_looks_at_the_tokens_of_what_finds_no_place() -> None:
+    """They may be as many as a text can have, and come again and again."""
+    bench = Bench(draft_model(), shares=DraftShareConfig(max_sequences=2))
+    senseless = msgspec.structs.replace(entry("late", (1, 2)), token_ids=(1, -2))
+    bench.send(0, entry("first"), entry("second"))
+    bench.serve()
+    bench.send(0, senseless)
+    ((answer,), _) = bench.serve()
+    assert answer.is_full
+    assert bench.server.counters["invalid_entries"] == 0
+    bench.send(1, senseless)
+    bench.serve()
+    assert bench.server.counters["invalid_entries"] == 1, "it would have a place of its own"
+    assert bench.server.counters["displaced_sequences"] == 0, "but nobody gives way to nonsense"
+    assert bench.server.num_sequences == 2
 
 
 def test_only_the_newest_wish_of_a_sequence_is_granted() -> None:

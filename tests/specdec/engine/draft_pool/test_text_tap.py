@@ -21,7 +21,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
 from specdec.transport.messages import DraftOpening, ProposeEntry, ProposeRequest, Release
-from tests.specdec.engine.draft_pool.test_server import Bench
+from tests.specdec.engine.draft_pool.server_bench import Bench
 from tests.specdec.engine.remote_cluster import Cluster, a_request, expected
 from tests.specdec.proposers.contract import FrozenView
 

@@ -56,6 +56,17 @@ def test_what_drafting_takes_elsewhere_is_what_draft_workers_say(mode: OverlapMo
     assert cluster.engine.metrics().local_draft_utilization is None
 
 
+def test_every_draft_worker_has_its_own_share() -> None:
+    cluster = Cluster(Faults(delay_s=(WIRE_S, WIRE_S)), num_drafters=0)
+    slow, quick = cluster.start_drafter(DRAFT_S), cluster.start_drafter(DRAFT_S / 10)
+    cluster.run([a_request(f"r{index}", random.Random(index)) for index in range(6)])
+    shares = {link.worker: link.utilization or 0.0 for link in cluster.proposer.links}
+    assert 0.0 < 2 * shares[quick] < shares[slow] < 1.0
+    assert cluster.clock.now_s() < 10.0
+    # Each is counted from when it was known, the mean from the start.
+    assert sum(shares.values()) == pytest.approx(2 * cluster.proposer.utilization, rel=0.05)
+
+
 def test_what_drafting_takes_here_is_what_is_waited_for() -> None:
     clock = ManualClock()
     engine = toy_engine(_SlowOracle(clock), clock=clock)

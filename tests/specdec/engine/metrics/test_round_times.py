@@ -15,7 +15,7 @@ from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults, MemoryChannel
 from specdec.transport.messages import Message, ProposeRequest
-from tests.specdec.engine.draft_pool.test_remote_proposer import budgets, sequence
+from tests.specdec.engine.draft_pool.wanted_drafts import budgets, sequence
 from tests.specdec.engine.remote_cluster import Cluster, a_request
 from tests.specdec.engine.toy_engines import (
     GREEDY,

@@ -11,7 +11,13 @@ import pytest
 from specdec.core.clock import ManualClock
 from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.engine.metrics.status import StatusKeeper
-from specdec.scheduling.speculation.explanation import IN_WORDS, ControllerState, Reason
+from specdec.scheduling.speculation.explanation import (
+    BOUNDS_IN_WORDS,
+    IN_WORDS,
+    Bound,
+    ControllerState,
+    Reason,
+)
 from specdec.transport.memory import Faults
 from specdec.transport.status import TargetGroupStatus
 from tests.specdec.engine.remote_cluster import Cluster, a_request
@@ -43,6 +49,7 @@ def rounds(metrics: EngineMetrics, count: int, *, num_accepted: int) -> None:
 
 def test_every_reason_has_words() -> None:
     assert IN_WORDS.keys() == set(get_args(Reason))
+    assert BOUNDS_IN_WORDS.keys() == {*get_args(Bound)} - {"none"}
 
 
 def test_without_rounds_there_is_nothing_recent(keeper: StatusKeeper) -> None:
@@ -117,6 +124,7 @@ STATE = ControllerState(
     round_s=0.03,
     acceptance=(0.8, 0.6, 0.5),
     pool_worth=1.6,
+    bounded_by="batch_size",
 )
 
 
@@ -132,6 +140,7 @@ def test_the_choice_comes_with_what_was_expected_of_it(
     assert choice.num_requests_by_k == {0: 1, 2: 1, 3: 1}
     assert choice.explanation == IN_WORDS["gain"]
     assert (choice.pool_worth, choice.expected_acceptance) == (1.6, (0.8, 0.6, 0.5))
+    assert choice.bounded_by == "batch_size"
 
 
 def status_of(cluster: Cluster, keeper: StatusKeeper) -> TargetGroupStatus:

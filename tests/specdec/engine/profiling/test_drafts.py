@@ -14,7 +14,7 @@ from specdec.engine.draft_pool.patience import DraftDeadlineConfig, DraftPatienc
 from specdec.engine.profiling.rounds import measure_profile
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.scheduling.speculation.cost_profile import CostProfile
-from tests.specdec.engine.profiling.test_rounds import TimedProposer, big_target, plan
+from tests.specdec.engine.profiling.timed_parts import TimedProposer, big_target, plan
 
 WIRE_S, LATE_S = 0.001, 0.4
 SHAPES = {(1, 1), (1, 4), (4, 1), (4, 4), (16, 1), (16, 4)}

@@ -128,6 +128,19 @@ def test_description(target: LocalTarget, runner: ModelRunner) -> None:
     assert description.max_model_len == 63 * BLOCK_SIZE
     assert (description.num_blocks, description.block_size) == (64, BLOCK_SIZE)
     assert description.eos_token_ids == (0,)
+    assert description.row_buckets == ()
+
+
+def test_a_target_says_to_what_its_rows_are_padded(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are with CUDA graphs; the drafts' costs follow from it (`CostProfile.row_buckets`)."""
+
+    class Padded:
+        row_buckets = (1, 2, 4)
+
+    monkeypatch.setattr(runner, "graphs", Padded())
+    assert LocalTarget(runner, Sampler()).description.row_buckets == (1, 2, 4)
 
 
 @pytest.mark.parametrize(

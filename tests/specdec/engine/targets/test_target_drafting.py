@@ -7,39 +7,24 @@ transformers says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from specdec.core.ids import RequestId
 from specdec.core.plan import AdmittedSequence, TargetStep, TargetWork
 from specdec.core.proposal import Proposal
-from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
-from specdec.engine.engine import Engine
 from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.engine.targets.local_target import LocalTarget
-from specdec.engine.text.tokenizer import HuggingFaceTokenizer
-from specdec.kv.config import CacheConfig
-from specdec.model.config import CompileConfig
-from specdec.model.graphs import CompiledForward
-from specdec.model.loader import LoadedModel
-from specdec.model.runner import ModelRunner
-from specdec.proposers.at_target import DraftsAtTarget
-from specdec.proposers.hidden import HiddenSource
-from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController
-from tests.architectures import make_tokenizer
-from tests.specdec.engine.linear_heads import CAPABILITIES, LAYERS, LinearHeads, Seen, fit_heads, hidden_of
-from tests.specdec.engine.test_identity import NUM_TOKENS, SAMPLING, SHAPING, Models, Setting, ragged_prompts
+from tests.specdec.engine.drafter_bench import Bench
+from tests.specdec.engine.linear_head_engines import HeadSetting, check_seen
+from tests.specdec.engine.linear_heads import LinearHeads, Seen
+from tests.specdec.engine.sampling_kinds import GREEDY, KINDS
+from tests.specdec.engine.tiny_models import PROMPTS, Models
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
-KINDS = {"greedy": GREEDY, **SAMPLING, **SHAPING}
-PROMPTS = ragged_prompts(8, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -47,78 +32,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-class Bench:
-    """Heads, and what the target says alone; made once."""
-
-    def __init__(self, models: Models) -> None:
-        self.models = models
-        self._heads: dict[str, torch.Tensor] = {}
-        self._alone: dict[tuple[str, str], list[tuple[int, ...]]] = {}
-
-    def heads(self, architecture: str) -> torch.Tensor:
-        if architecture not in self._heads:
-            self._heads[architecture] = self.fitted(architecture, LAYERS)
-        return self._heads[architecture]
-
-    def fitted(self, architecture: str, layers: Sequence[int]) -> torch.Tensor:
-        texts = [
-            [*prompt, *stream]
-            for kind in ("greedy", "plain")
-            for prompt, stream in zip(PROMPTS, self.alone(architecture, kind), strict=True)
-        ]
-        return fit_heads(self.models.reference(architecture), texts, num_heads=5, layers=layers)
-
-    def alone(self, architecture: str, kind: str) -> list[tuple[int, ...]]:
-        key = (architecture, kind)
-        if key not in self._alone:
-            with Setting("none", batch=1).engine(self.models, architecture) as engine:
-                self._alone[key] = [engine.generate([one], KINDS[kind])[0].token_ids for one in PROMPTS]
-        return self._alone[key]
-
-
 @pytest.fixture(scope="module")
 def bench(models: Models) -> Bench:
     return Bench(models)
-
-
-@dataclass(frozen=True)
-class HeadSetting(Setting):
-    def runner(self, loaded: LoadedModel, num_blocks: int) -> ModelRunner:
-        runner = ModelRunner(
-            loaded,
-            CacheConfig(block_size=4, num_blocks=num_blocks),
-            max_num_seqs=32,
-            hidden_layers=LAYERS,
-        )
-        if self.compiled:
-            runner.graphs = forward = CompiledForward(runner, CompileConfig())
-            if forward.warm_up() != "ready":
-                pytest.skip("no compiled forward here")
-        return runner
-
-    tree: bool = False
-
-    def serving(
-        self, bench: Bench, architecture: str, kind: type[LinearHeads] = LinearHeads
-    ) -> tuple[Engine, LinearHeads]:
-        runner = self.runner(bench.models.load(architecture), self.num_blocks)
-        made: list[LinearHeads] = []
-        capabilities = replace(CAPABILITIES, shape="tree") if self.tree else CAPABILITIES
-
-        def make(source: HiddenSource) -> LinearHeads:
-            made.append(kind(source, bench.heads(architecture), capabilities))
-            return made[0]
-
-        engine = Engine.from_parts(
-            target=LocalTarget(runner, self.sampler(), make_drafter=make),
-            proposer=DraftsAtTarget(capabilities),
-            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
-            scheduler=SchedulerConfig(
-                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
-            ),
-            controller=FixedController(self.num_draft_tokens),
-        )
-        return engine, made[0]
 
 
 def check(
@@ -134,17 +50,6 @@ def check(
         assert result.token_ids == stream
     check_seen(bench, drafter.seen, architecture)
     return metrics, drafter.seen
-
-
-def check_seen(bench: Bench, seen: Sequence[Seen], architecture: str = "llama") -> None:
-    """Every row that the drafter was shown is the state that transformers has of that token."""
-    assert seen
-    reference = bench.models.reference(architecture)
-    for token_ids, rows, _ in seen[:: max(1, len(seen) // 30)]:
-        expected = hidden_of(reference, token_ids)[:-1]
-        assert rows.shape == expected.shape
-        scale = float(expected.abs().max())
-        torch.testing.assert_close(rows.float(), expected, rtol=0, atol=5e-5 * scale)
 
 
 COVER = [

@@ -13,8 +13,7 @@ from specdec.core.ids import RequestId
 from specdec.core.request import OTHER_CLASS
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES, AcceptanceTracker
 from specdec.scheduling.speculation.controller import DraftOutcome
-from specdec.tree.static import best_tree
-from specdec.tree.topology import tree
+from tests.specdec.scheduling.speculation.tree_verdicts import Trees
 
 
 class Source:
@@ -176,41 +175,6 @@ def test_a_long_run_costs_no_memory() -> None:
         source.round({f"{number}": 0.5, f"{number}b": 0.5}, k=2)
         tracker.forget_idle(8)
     assert len(tracker) < 20
-
-
-class Trees:
-    """Draws verdicts on trees whose nodes come in order of value, and tells a tracker."""
-
-    def __init__(self, rates: tuple[float, ...], num_nodes: int, seed: int = 0) -> None:
-        shape = best_tree(rates, num_nodes)
-        self.topology = tree(shape.parents)
-        self.ranks = shape.ranks
-        self.rates = rates
-        self.generator = np.random.default_rng(seed)
-        self.values = np.array(
-            [
-                np.prod([rates[shape.ranks[at]] for at in self.topology.path(node)])
-                for node in range(num_nodes)
-            ]
-        )
-        """How often each node stands."""
-
-    def outcome(self, request: str, num_drafted: int) -> DraftOutcome:
-        row, path = 0, []
-        while True:
-            ranks = [*self.rates, max(0.0, 1.0 - sum(self.rates))]
-            said = int(self.generator.choice(len(ranks), p=ranks))
-            children = [n for n in self.topology.children[row] if n < num_drafted and self.ranks[n] == said]
-            if not children:
-                break
-            path.append(children[0])
-            row = children[0] + 1
-        return DraftOutcome(
-            request_id=RequestId(request),
-            num_drafted=num_drafted,
-            num_accepted=len(path),
-            accepted_nodes=tuple(path),
-        )
 
 
 @pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.35, 0.2, 0.15, 0.1), (0.9, 0.05)])

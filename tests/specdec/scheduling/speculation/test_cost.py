@@ -79,16 +79,30 @@ def test_tables_never_fall_whatever_rounds_say(name: str, seed: int) -> None:
         assert np.isfinite(table).all()
 
 
-def test_rows_come_in_steps_where_they_are_padded() -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_rows_cost_what_they_are_padded_to(is_told: bool) -> None:
+    """Whether a bucket was measured or not; rows beyond the largest one are not padded."""
     points = [
         VerifyPoint(num_sequences=1, context_tokens=64, num_rows=rows, seconds=0.001 * rows)
-        for rows in (4, 8, 16, 32)
+        for rows in (1, 4, 8, 16, 32)
     ]
-    profile = CostProfile(key="", verify=tuple(points), num_stepped_rows=16)
+    buckets = (4, 8, 12, 16) if is_told else ()
+    profile = CostProfile(key="", verify=tuple(points), row_buckets=buckets)
     table = CostModel(profile, max_rows=64, max_sequences=4, max_steps=1).verify.table(1, 64)
-    assert table[[1, 4, 5, 8, 9, 16]] == pytest.approx([0.004, 0.004, 0.008, 0.008, 0.016, 0.016])
+    padded = [4, 4, 8, 8, 12, 12, 16] if is_told else [1, 4, 5, 8, 9, 12, 13]
+    assert table[[1, 4, 5, 8, 9, 12, 13]] == pytest.approx([0.001 * rows for rows in padded])
+    assert table[17] == pytest.approx(0.017)
     assert table[24] == pytest.approx(0.024)
     assert table[64] == pytest.approx(0.064)
+
+
+def test_the_last_rows_are_padded_beyond_what_rounds_may_have() -> None:
+    points = [
+        VerifyPoint(num_sequences=1, context_tokens=64, num_rows=rows, seconds=0.001 * rows)
+        for rows in (1, 8, 16)
+    ]
+    table = VerifyCost(points, 10, (1, 8, 16, 32)).table(1, 64)
+    assert table[[8, 9, 10]] == pytest.approx([0.008, 0.016, 0.016])
 
 
 def test_rounds_correct_the_model_where_they_were_and_nearby() -> None:
@@ -284,13 +298,13 @@ def test_more_rows_than_were_measured_cost_more() -> None:
     """However alike the last two measurements are: their difference is noise."""
     alike = VerifyPoint(num_sequences=56, context_tokens=32 * 56, num_rows=56, seconds=0.0639)
     for points in (short_of_time(), short_of_time(alike)):
-        table = VerifyCost(points, 0, 512).table(64, 64 * 32)
+        table = VerifyCost(points, 512).table(64, 64 * 32)
         assert table[384] == pytest.approx(0.384, rel=0.05)
 
 
 def test_what_large_steps_take_is_not_held_against_small_ones() -> None:
     """Nor the other way round, whether or not so many rows were measured at the start."""
-    cost = VerifyCost(short_of_time(), 0, 512)
+    cost = VerifyCost(short_of_time(), 512)
     for _ in range(9):
         cost.note(VerifyShape(64, 64 * 32, 64), 0.048)
         cost.note(VerifyShape(64, 64 * 32, 384), 0.768)

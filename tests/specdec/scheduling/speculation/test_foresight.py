@@ -96,6 +96,21 @@ def test_cohorts_are_not_bound_by_what_a_round_of_all_cannot_keep() -> None:
     assert foresight.by_cohort(bound, 2, {}, half_s) is None, "control: as if a cohort was all"
 
 
+def test_cohorts_say_what_they_would_bring_if_nobody_had_a_target() -> None:
+    foresight = foresight_of()
+    sequences = [fake_request(str(number), 100) for number in range(4)]
+    free = foresight.batch_of(sequences)
+    plain_s = foresight.evaluate(free, {}).plain_s
+    unbounded = foresight.by_cohort(free, 2, {}, plain_s)
+    assert unbounded is not None
+    assert unbounded.unbounded_rate is None
+    sequences[0].itl_s = 0.05 * plain_s + 0.95 * unbounded.round_s
+    found = foresight.by_cohort(foresight.batch_of(sequences), 2, {}, plain_s)
+    assert found is not None
+    assert found.unbounded_rate == pytest.approx(unbounded.rate)
+    assert found.rate < unbounded.rate
+
+
 @pytest.mark.parametrize("kind", ["plain", "lockstep", "ping_pong", "draft_ahead"])
 def test_prices_follow_costs(kind: Kind) -> None:
     """What an option was chosen by is about its price, which rises with what its steps cost."""

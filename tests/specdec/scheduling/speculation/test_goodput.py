@@ -292,6 +292,9 @@ def test_a_latency_target_bounds_rounds() -> None:
     bound = evaluate(batch_of([[0.95] * 8] * 4, itl_s=[limit]), "expensive")
     for option in options_of(bound):
         assert option.round_s <= limit
+        if option.kind == "lockstep":
+            assert option.unbounded_rate == pytest.approx(unbound.rate)
+    assert unbound.unbounded_rate is None
     tight = evaluate(batch_of([[0.95] * 8] * 4, itl_s=[1.001 * free.plain.round_s]), "expensive")
     assert [option.kind for option in options_of(tight)] == ["plain"]
 

@@ -30,7 +30,7 @@ from specdec.scheduling.speculation.controller import (
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
 from specdec.scheduling.speculation.decision import Decision
-from specdec.scheduling.speculation.explanation import Reason
+from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -1089,9 +1089,11 @@ def test_one_request_breaks_no_others_latency_target_by_the_drafts_that_it_asks_
         drafting_s = costs.drafting(drafts, contexts)
         assert drafting_s + costs.verifying(contexts, drafts) + costs.overhead(2) <= 1.05 * picky.itl_s
         world.run_round(controller)
+    assert controller.state.bounded_by == "slo"
     picky.itl_s = None  # control
     world.run(controller, 100)
     assert bounded_choice(controller, world.requests)[0] == 8
+    assert controller.state.bounded_by == "none"
 
 
 def asking_world(costs: Costs, chance: float, asked: Sequence[int | None], **options: Any) -> World:
@@ -1359,6 +1361,42 @@ def test_decisions_explain_themselves() -> None:
     gauges = state.gauges()
     assert gauges["speculation_on"] == float(state.is_speculating)
     assert f'speculation_state{{mode="{state.mode}",reason="{state.reason}"}}' in gauges
+
+
+def test_decisions_say_what_bounds_them() -> None:
+    """The number of requests, or somebody's latency target: k is smaller for it, or nothing is drafted."""
+    costs = COSTS["cpu"]
+
+    def state_with(itl_s: float | None = None, **settings: Any) -> ControllerState:
+        controller = controller_of(profile_of(costs, noise=0.0), ("lockstep",), **settings)
+        world = world_of(costs, 4, chance=0.95, noise=0.0, lifetime=100_000)
+        for _ in range(300):
+            world._fill_up()
+            for request in world.requests:
+                request.itl_s = itl_s
+            world.run_round(controller)
+        while controller.state.reason in ("auditing", "stretching", "probing"):
+            world.run_round(controller)
+        return controller.state
+
+    free = state_with()
+    assert (free.reason, free.bounded_by) == ("gain", "none")
+    assert free.mean_num_draft_tokens > 2.0
+    few = state_with(caps_by_batch=((1, 3, 8), (4, 4, 1)))
+    assert (few.reason, few.bounded_by) == ("gain", "batch_size")
+    assert 0.0 < few.mean_num_draft_tokens <= 1.0
+    nothing = state_with(caps_by_batch=((4, 4, 0),))
+    assert (nothing.is_speculating, nothing.bounded_by) == (False, "batch_size")
+    plain_s = 4.0 / free.goodput_off
+    short = state_with(0.5 * (plain_s + free.round_s))
+    assert (short.reason, short.bounded_by) == ("gain", "slo")
+    assert 0.0 < short.mean_num_draft_tokens < free.mean_num_draft_tokens
+    shortest = state_with(1.02 * plain_s)
+    assert (shortest.reason, shortest.bounded_by) == ("latency_target", "slo")
+    assert state_with(2.0 * free.round_s).bounded_by == "none", "a target that everything keeps"
+    assert state_with(0.5 * plain_s).bounded_by == "none", "and one that nothing does"
+    both = state_with(0.5 * (plain_s + free.round_s), caps_by_batch=((4, 4, 0),))
+    assert (both.reason, both.bounded_by) == ("no_gain", "batch_size")
 
 
 @pytest.mark.parametrize("ratio", [1.01, 1.04])

@@ -26,7 +26,7 @@ from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.tree.growth import levels_of
 from specdec.tree.static import best_tree
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
-from tests.specdec.scheduling.speculation.test_acceptance import Trees
+from tests.specdec.scheduling.speculation.tree_verdicts import Trees
 
 NUM_NODES = 24
 RATES = (0.45, 0.2, 0.1, 0.06)

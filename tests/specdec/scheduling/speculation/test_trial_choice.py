@@ -10,7 +10,7 @@ import pytest
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.trial_choice import begin_trial, probed, tried_or_usual
 from specdec.scheduling.speculation.trials import Trials
-from tests.specdec.scheduling.speculation.test_comparison import asking, compared
+from tests.specdec.scheduling.speculation.round_comparisons import asking, compared
 
 
 def test_an_audit_leaves_drafts_out_and_a_trial_of_nothing_ends() -> None:

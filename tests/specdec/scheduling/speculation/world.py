@@ -20,6 +20,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from specdec.core.ids import RequestId
+from specdec.model.row_buckets import RowBuckets
 from specdec.scheduling.speculation.controller import (
     AheadOutcome,
     DraftOutcome,
@@ -49,7 +50,8 @@ class Costs:
     draft_start_s: float
     row_context_s: float = 0.0
     """What a row costs for every token of the context of its sequence; `verify` has it for a mean context."""
-    is_stepped: bool = False
+    row_buckets: tuple[int, ...] = ()
+    """Numbers of rows that smaller steps are padded to."""
     overhead_s: float = 0.0002
     overhead_per_sequence_s: float = 0.00002
 
@@ -74,8 +76,7 @@ class Costs:
         return self.verify(number, context, rows) + self.row_context_s * extra
 
 
-_BUCKETS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
-_BUCKETS += [160, 192, 224, 256, 320, 384, 448, 512, 640]
+_BUCKETS = RowBuckets.up_to(640).sizes
 
 
 def _gpu_verify(num_sequences: int, context: float, rows: float) -> float:
@@ -94,7 +95,7 @@ def _cpu_verify(num_sequences: int, context: float, rows: float) -> float:
 COSTS = {
     "gpu": Costs(
         verify=_gpu_verify,
-        is_stepped=True,
+        row_buckets=_BUCKETS,
         draft=lambda n, c: 0.0007 + 2e-6 * n + 4e-9 * c,
         draft_start_s=0.0008,
     ),
@@ -114,11 +115,14 @@ COSTS = {
 LONG_COSTS = {
     # The target drafts for itself: a step of a draft is one of the target, with less to read.
     "self": Costs(
-        verify=_gpu_verify, is_stepped=True, draft=lambda n, c: _gpu_verify(n, c, n), draft_start_s=0.0001
+        verify=_gpu_verify,
+        row_buckets=_BUCKETS,
+        draft=lambda n, c: _gpu_verify(n, c, n),
+        draft_start_s=0.0001,
     ),
     "model": Costs(
         verify=_gpu_verify,
-        is_stepped=True,
+        row_buckets=_BUCKETS,
         draft=lambda n, c: 0.0015 + 4e-6 * n + 2e-8 * c,
         draft_start_s=0.0008,
     ),
@@ -140,8 +144,8 @@ def profile_of(costs: Costs, *, seed: int = 0, noise: float = 0.025, draft_scale
         return seconds * float(np.exp(generator.normal(0.0, noise)))
 
     sizes: Sequence[int] = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 96, 128, 192, 256, 384, 512)
-    if costs.is_stepped:
-        sizes = [bucket for bucket in _BUCKETS if bucket <= 512]
+    if costs.row_buckets:
+        sizes = [bucket for bucket in costs.row_buckets if bucket <= 512]
     shapes = [(min(rows, 32), rows) for rows in sizes]
     verify = [
         VerifyPoint(
@@ -170,10 +174,7 @@ def profile_of(costs: Costs, *, seed: int = 0, noise: float = 0.025, draft_scale
             (4, 8, 2048),
         ]
     ]
-    num_stepped_rows = 512 if costs.is_stepped else 0
-    return CostProfile(
-        key="world", verify=tuple(verify), draft=tuple(draft), num_stepped_rows=num_stepped_rows
-    )
+    return CostProfile(key="world", verify=tuple(verify), draft=tuple(draft), row_buckets=costs.row_buckets)
 
 
 Acceptance = Callable[[int, FakeRequest], float]
