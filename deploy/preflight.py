@@ -146,8 +146,9 @@ def check_address(address: str) -> None:
 def check_models(engine: EngineConfig) -> None:
     """Check that the model folders are complete, the target long enough, and that tokenizers agree.
 
-    Whether the models are of a kind that can be run is left to the workers, which load them: their answer
-    is reported as well. Only where the target's weights are damaged or missing it is told here, and first.
+    Whether the models are of a kind that can be run, and whether heads fit the target, is left to the
+    workers, which load them: their answer is reported as well. Only where the target's weights are damaged
+    or missing it is told here, and first.
 
     Raises:
         CheckpointError, ConfigError: naming the folder or file and the cause.
@@ -157,8 +158,8 @@ def check_models(engine: EngineConfig) -> None:
     require_real(engine)
     drafter_of_pool(engine)  # refuses several
     folders = [Path(engine.target.model)]
-    drafters = [one for one in engine.speculative_config.every_drafter if one.model is not None]
-    models = [one for one in drafters if not one.has_heads]
+    drafters = engine.speculative_config.every_drafter
+    models = [one for one in drafters if one.model is not None and not one.has_heads]
     folders += [Path(str(one.model)) for one in models]
     try:
         checkpoints = [open_checkpoint(folder) for folder in folders]
@@ -168,11 +169,9 @@ def check_models(engine: EngineConfig) -> None:
         check_servable(engine.target)
         raise
     for heads in (one for one in drafters if one.has_heads):
-        from specdec.drafters.checkpoints.files import open_drafter
-        from specdec.drafters.checkpoints.registry import detect
+        from specdec.proposers.heads_folder import open_heads
 
-        # The worker that loads it says whether it fits the target.
-        detect(open_drafter(str(heads.model), allow_pickled=heads.allow_pickled_weights))
+        open_heads(heads, engine.target.model)
     _check_length(engine.target, checkpoints[0])
     for drafter, checkpoint in zip(models, checkpoints[1:], strict=True):
         reach = _draft_reach(drafter, checkpoint, checkpoints[0], engine.target)

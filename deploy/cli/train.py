@@ -32,7 +32,8 @@ def train(
     data: Annotated[
         list[Path],
         typer.Option(
-            help="Text files, JSON lines (text, prompt and completion, or messages) or folders; repeatable."
+            help="Text files, JSON lines (text, prompt and completion, messages, or conversations) or "
+            "folders; repeatable."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for what is made: it must be new, or of this very run.")],

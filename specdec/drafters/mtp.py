@@ -2,8 +2,10 @@
 
     h' = block(eh_proj [enorm(e(x_{t+1})) ; hnorm(h_t)]), logits = head(norm(h'))
 
-h_t is the target's state behind its final norm, and norm(h') stands for it at the next depth, as engines that
-load published modules do. Where there are fewer modules than depths, the last one is used again.
+h_t is the target's state behind its final norm, and norm(h') stands for it at the next depth. SGLang does so
+for modules of DeepSeek-V3 and GLM-4.5, vLLM for those of Qwen3-Next and MiMo; of the former two vLLM hands on
+h' itself, so that its drafts of the second token and later ones may differ. Where there are fewer modules
+than depths, the last one is used again.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,9 +170,25 @@ def _weights_lack(folder: Path) -> str:
             f"{folder} has {shards[0]}{more}, but neither {_WEIGHTS_FILE} nor {_INDEX_FILE}, which says in "
             "which file a tensor is"
         )
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.gguf") for file in folder.glob(pattern))
-    hint = f"; {others[0]} is of a format that is not read, convert it to safetensors" if others else ""
-    return f"{folder} has no weights ({_WEIGHTS_FILE} or {_INDEX_FILE}){f': {adapter}' if adapter else hint}"
+    hint = f": {adapter}" if adapter else _format_hint(folder)
+    return f"{folder} has no weights ({_WEIGHTS_FILE} or {_INDEX_FILE}){hint}"
+
+
+def _format_hint(folder: Path) -> str:
+    """Say which file is of another format; of transformers' own, before safetensors, how to convert it."""
+    pickled = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    others = pickled or [
+        file.name for kind in ("bin", "pt", "gguf") for file in sorted(folder.glob(f"*.{kind}"))
+    ]
+    if not others:
+        return ""
+    hint = f"; {others[0]} is of a format that is not read, convert it to safetensors"
+    # By way of the model, because that writes the index that several files need.
+    convert = (
+        "import sys; from transformers import AutoModelForCausalLM as Model; "
+        "Model.from_pretrained(sys.argv[1], dtype='auto').save_pretrained(sys.argv[1])"
+    )
+    return f'{hint}: python -c "{convert}" {shlex.quote(str(folder))}' if pickled else hint
 
 
 def _adapter_hint(folder: Path) -> str | None:

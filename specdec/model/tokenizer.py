@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,40 @@ from transformers import (
 )
 
 from specdec.core.errors import CheckpointError
+from specdec.core.extras import how_to_install
 from specdec.model.checkpoint import (
     foreign_files,
 )
+
+SENTENCEPIECE = "sentencepiece"
+"""A package, and the extra that brings it."""
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder.
 
     Raises:
-        CheckpointError: the folder or the tokenizer's files are missing or unreadable.
+        CheckpointError: the folder or the tokenizer's files are missing or unreadable, or need a package that
+            is not installed.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
-    with foreign_files(f"{folder} has no tokenizer that can be loaded"):
+    with foreign_files(f"{folder} has no tokenizer that can be loaded{_package_hint(folder)}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
     return tokenizer
+
+
+def _package_hint(folder: Path) -> str:
+    """Say what may be missing: transformers asks for another package where this one is not installed."""
+    models = sorted(file.name for file in folder.glob("*.model"))
+    if not models or (folder / "tokenizer.json").is_file() or find_spec(SENTENCEPIECE) is not None:
+        return ""
+    return (
+        f"; to read {models[0]} alone takes the package `{SENTENCEPIECE}` ({how_to_install(SENTENCEPIECE)})"
+    )
 
 
 def check_same_tokenizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
@@ -12,6 +12,7 @@ from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig, with_tokens_as_budget
 from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.proposers.config_checks import CHECKS
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
     RetrievalConfig,
@@ -24,7 +25,6 @@ from specdec.proposers.several.config import (
     DrafterConfig,
     HeadsDrafter,
     ModelDrafter,
-    fault_of,
 )
 from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.proposers.tree_config import ChainConfig, TreeConfig, tree_shape
@@ -68,19 +68,21 @@ _SHARED_KEYS: Final = (
     "draft_top_k",
 )
 """What all of several drafters have in common."""
-_KEYS_OF_EACH: Final = (
-    "dtype",
-    "device",
-    "num_threads",
-    "compile",
-    "cache",
-    "kv",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
-)
-"""What each of several drafters has for itself, and no other check refuses beside them."""
-_RULES_ELSEWHERE = {"standard": "rejection", "strict": "rejection", "typical_acceptance_sampler": "typical"}
-"""Names that other engines give to rules."""
+_RULES_ELSEWHERE = {
+    "standard": "'rejection'",
+    "strict": "'rejection'",
+    "typical_acceptance_sampler": "'typical'",
+    "synthetic": "synthetic_acceptance in its place",
+}
+"""Names that other engines give to rules, and what to write here."""
+_KEYS_ELSEWHERE = {
+    "revision": "a model is a folder here, of one revision: write its path as `model`",
+    "kv_cache_dtype": "what drafts keeps its K/V in the numbers that it runs in: leave it out (kv.dtype is "
+    "about drafts of the target itself)",
+    "draft_sample_method": "rejection_sample_method says how drafts are sampled, too: leave it out",
+    "synthetic_acceptance_length": "write synthetic_acceptance, with the acceptance at each position",
+}
+"""Keys of other engines that have no namesake here, and what to write."""
 
 
 class SpeculativeConfig(StrictConfig):
@@ -350,11 +352,19 @@ class SpeculativeConfig(StrictConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _explain_foreign_keys(cls, data: Any) -> Any:
+        foreign = [key for key in _KEYS_ELSEWHERE if key in data] if isinstance(data, dict) else []
+        if foreign:
+            raise ValueError(f"there is no key {foreign[0]} here; {_KEYS_ELSEWHERE[foreign[0]]}")
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
     def _translate_rule(cls, data: Any) -> Any:
         name = data.get("rejection_sample_method") if isinstance(data, dict) else None
         if isinstance(name, str) and name in _RULES_ELSEWHERE:  # what is no text is refused like any other
             raise ValueError(
-                f"rejection_sample_method: there is no {name!r} here; write {_RULES_ELSEWHERE[name]!r}"
+                f"rejection_sample_method: there is no {name!r} here; write {_RULES_ELSEWHERE[name]}"
             )
         return data
 
@@ -373,330 +383,7 @@ class SpeculativeConfig(StrictConfig):
         return data
 
     @model_validator(mode="after")
-    def _check_rule(self) -> Self:
-        rule = self.rejection_sample_method
-        for key in ("posterior_threshold", "posterior_alpha"):
-            if getattr(self, key) is not None and rule != "typical":
-                raise ValueError(f"{key} is of the rule typical: leave it out with {rule}")
-        if rule == "typical" and not self.allow_lossy:
-            raise ValueError(
-                "rejection_sample_method: typical is lossy, its output is not distributed as the target's; "
-                "write allow_lossy: true to have it all the same, or choose a lossless rule (block, say)"
-            )
-        if rule == "typical" and self.method == "none":
-            raise ValueError("method none drafts nothing that typical could verify: leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_tree(self) -> Self:
-        shape, name = tree_shape(self.tree), f"tree.shape: {self.tree.shape}"
-        if shape is None:
-            return self
-        if self.method != "draft_model" and not self.has_heads and not self.is_self_drafting:
-            raise ValueError(
-                f"{name} is about what a model or heads draft; method {self.method} has neither: leave out "
-                "tree"
-            )
-        if not capabilities_of(self.rejection_sample_method).takes_trees:
-            raise ValueError(
-                f"{name}: rejection_sample_method {self.rejection_sample_method} takes chains: write "
-                "sample_and_match or multi_round"
-            )
-        if shape.max_nodes < self.num_speculative_tokens:
-            raise ValueError(
-                f"{name} has {shape.max_nodes} nodes at most, fewer than num_speculative_tokens: "
-                f"{self.num_speculative_tokens}: write a smaller number there, or a larger tree"
-            )
-        if self.tree.shape == "static" and shape.max_nodes > self.num_speculative_tokens:
-            raise ValueError(
-                f"{name} has {shape.max_nodes} nodes, of which num_speculative_tokens: "
-                f"{self.num_speculative_tokens} would never let the last be drafted: write "
-                f"{shape.max_nodes} there, or a smaller tree"
-            )
-        if self.overlap == "draft_ahead":
-            raise ValueError(f"{name} is not drafted ahead: write overlap: ping_pong, or leave it out")
-        if self.synthetic_acceptance is not None:
-            raise ValueError(f"{name}: synthetic_acceptance makes up verdicts on chains: leave one out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_suffix(self) -> Self:
-        is_used = "suffix" in (self.method, self.fallback) or self.lookup_first is not None
-        if self.suffix != SuffixConfig() and not is_used:
-            raise ValueError(
-                "suffix is about method suffix, fallback: suffix and lookup_first; here, with method "
-                f"{self.method}, nothing is looked up: leave it out"
-            )
-        rule = capabilities_of(self.rejection_sample_method)
-        if self.suffix.max_shared_tokens and rule.needs_independent_drafts:
-            raise ValueError(
-                f"suffix.max_shared_tokens: {self.suffix.max_shared_tokens} does not go with "
-                f"rejection_sample_method {rule.name}: what an earlier request of the same seed has said "
-                "tells how its tests end, and drafts of it would change what is sampled: write 0, leave it "
-                "out, or write sample_and_match"
-            )
-        is_model = self.method == "draft_model" or self.has_heads or self.is_self_drafting
-        if self.lookup_first is not None and not is_model:
-            raise ValueError(
-                f"lookup_first goes before a draft model, heads, or a target that drafts for itself; method "
-                f"{self.method} is none of them: leave it out"
-            )
-        if self.lookup_first is not None and self.fallback == "suffix":
-            raise ValueError(
-                "lookup_first with fallback: suffix would keep all texts twice: write fallback: ngram"
-            )
-        if self.suffix.shape == "tree" and self.method != "suffix":
-            raise ValueError("suffix.shape: tree needs method suffix: what stands in proposes chains")
-        if (self.retrieval is None) == (self.method == "retrieval"):
-            raise ValueError(
-                "method retrieval needs `retrieval`, with the path of a corpus; no other method takes it"
-            )
-        shapes = {"suffix": self.suffix.shape, "retrieval": self.retrieval and self.retrieval.shape}
-        takes_trees = capabilities_of(self.rejection_sample_method).takes_trees
-        if shapes.get(self.method) == "tree" and not takes_trees:
-            raise ValueError(
-                f"{self.method}.shape: tree: rejection_sample_method {self.rejection_sample_method} takes "
-                "chains: write sample_and_match or multi_round"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_drafters(self) -> Self:
-        if (self.method == "several") != bool(self.drafters):
-            raise ValueError(
-                "method several needs `drafters`, the list of them; no other method takes it: write both, or "
-                "neither"
-            )
-        if self.method != "several":
-            return self
-        for key in _KEYS_OF_EACH:
-            if getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(
-                    f"{key} is of one drafter, and beside `drafters` it would be none's: write it with those "
-                    "of `drafters`"
-                )
-        fault = fault_of(self.drafters, self.num_speculative_tokens)
-        if fault is not None:
-            raise ValueError(fault)
-        for place, drafter in enumerate(self.drafters):
-            if drafter.shadow is not None and self.rejection_sample_method != "sample_and_match":
-                raise ValueError(
-                    f"drafters[{place}] ({drafter.name}): shadow: drafts that are not verified tell how they "
-                    "would have done under rejection_sample_method: sample_and_match alone: write that"
-                )
-            try:
-                self.alone(drafter)
-            except ValidationError as error:
-                reason = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-                raise ValueError(f"drafters[{place}] ({drafter.name}): {reason}") from None
-        return self
-
-    @model_validator(mode="after")
-    def _check_lookahead(self) -> Self:
-        if self.method != "lookahead":
-            if self.lookahead != LookaheadConfig():
-                raise ValueError(
-                    f"lookahead is about method lookahead; here the method is {self.method}: leave it out"
-                )
-            return self
-        most = self.lookahead.max_nodes
-        if self.num_speculative_tokens > most:
-            raise ValueError(
-                f"num_speculative_tokens: {self.num_speculative_tokens} is more than lookahead ever "
-                f"proposes, verification_set_size * (ngram_size - 1) = {most}: write at most that, or make "
-                "one of these larger"
-            )
-        if not capabilities_of(self.rejection_sample_method).takes_trees:
-            raise ValueError(
-                f"method lookahead drafts trees, and rejection_sample_method {self.rejection_sample_method} "
-                "takes chains: write sample_and_match or multi_round"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_synthetic(self) -> Self:
-        if self.synthetic_acceptance is None:
-            return self
-        if self.method != "draft_model" or self.rejection_sample_method != "sample_and_match":
-            raise ValueError(
-                "synthetic_acceptance makes up the drafts of method draft_model, and verdicts of "
-                "rejection_sample_method sample_and_match: write both, or leave it out"
-            )
-        if self.draft_tensor_parallel_size > 1:
-            raise ValueError("synthetic_acceptance: not with draft_tensor_parallel_size: leave one out")
-        if self.fallback != "none" or self.lookup_first is not None:
-            raise ValueError(
-                "synthetic_acceptance is that of the draft model alone: leave out fallback and lookup_first"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_online(self) -> Self:
-        if self.online is not None:
-            self.online.require_draft_model(
-                method=self.method,
-                quantization=self.quantization,
-                num_ranks=self.draft_tensor_parallel_size,
-                is_made_up=self.synthetic_acceptance is not None,
-                rule=capabilities_of(self.rejection_sample_method),
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_controller(self) -> Self:
-        for low, high, k in self.num_speculative_tokens_per_batch_size:
-            if not (1 <= low <= high and 0 <= k <= 64):
-                raise ValueError(
-                    f"num_speculative_tokens_per_batch_size: [{low}, {high}, {k}] is not [lo, hi, k] with "
-                    "1 <= lo <= hi and k between 0 and 64"
-                )
-        if self.num_speculative_tokens_per_batch_size and self.controller == "fixed":
-            raise ValueError(
-                "num_speculative_tokens_per_batch_size bounds what the goodput controller chooses: "
-                "write controller: goodput"
-            )
-        if self.overlap in ("ping_pong", "draft_ahead") and self.has_remote_heads:
-            raise ValueError(
-                f"overlap: {self.overlap} does not go with heads_at: draft_pool yet, since a target that is "
-                "busy sends no hidden states: write overlap: lockstep, or leave it out"
-            )
-        if self.overlap in ("ping_pong", "draft_ahead") and self.method != "draft_model":
-            raise ValueError(
-                f"overlap: {self.overlap} needs a draft model that runs beside the target; method "
-                f"{self.method} has none: leave out overlap"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_kv(self) -> Self:
-        if self.kv.policy != "full" and not self.attends_to_kv:
-            raise ValueError(
-                f"kv.policy: {self.kv.policy} is about the K/V that drafting attends to; method "
-                f"{self.method} has none: leave out kv"
-            )
-        if self.kv.dtype != "auto" and not self.is_self_drafting:
-            raise ValueError(
-                f"kv.dtype: {self.kv.dtype} is a copy of the target's K/V for its own drafts, and method "
-                f"{self.method} makes none: leave it out"
-            )
-        if self.kv.positions == "in_cache" and self.method != "draft_model":
-            raise ValueError(
-                f"kv.positions: in_cache is about the positions that a draft model is given; with method "
-                f"{self.method} tokens keep theirs: leave it out"
-            )
-        if self.kv.positions == "in_cache" and self.kv.policy == "full":
-            raise ValueError(
-                "kv.positions: in_cache counts what a window keeps, and kv.policy: full keeps everything: "
-                "write policy: streaming, or leave positions out"
-            )
-        if self.kv.is_scored and not self.is_self_drafting:
-            raise ValueError(
-                f"kv.policy: {self.kv.policy} needs method self, layerskip or quantized: it looks at what "
-                "the target attends to, and brings back blocks that a draft model or heads would have freed; "
-                "write policy: streaming"
-            )
-        if self.is_self_drafting and self.rejection_sample_method != "sample_and_match":
-            raise ValueError(
-                f"rejection_sample_method: {self.rejection_sample_method} does not go with method "
-                f"{self.method}, which drafts at the target's own noise: write sample_and_match"
-            )
-        self.kv.require_room(self.num_speculative_tokens)
-        return self
-
-    @model_validator(mode="after")
-    def _check_views(self) -> Self:
-        if (self.method == "layerskip") != (self.exit_layer is not None):
-            raise ValueError(
-                "method layerskip needs `exit_layer`, after how many of the target's layers drafts leave it; "
-                "no other method takes it"
-            )
-        if self.method == "quantized" and self.quantization is None:
-            raise ValueError(
-                "method quantized needs `quantization`, how the target's weights are quantized for drafting: "
-                "int4, say"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> Self:
-        if self.heads_at == "draft_pool" and not self.has_heads:
-            raise ValueError(
-                f"heads_at: draft_pool is about heads on the target's hidden states; method {self.method} "
-                "has none: leave it out"
-            )
-        if self.hidden_memory_bytes != _HIDDEN_BYTES and not self.has_remote_heads:
-            raise ValueError(
-                "hidden_memory_bytes is what draft workers take for hidden states: write heads_at: "
-                "draft_pool, or leave it out"
-            )
-        if self.has_heads and self.cache.memory_fraction is not None:
-            raise ValueError(
-                f"cache.memory_fraction: {self.cache.memory_fraction} is of a draft model's own "
-                f"memory; method {self.method} has none: write cache.memory_bytes or cache.num_blocks"
-            )
-        if self.has_heads and not self.has_remote_heads and (self.dtype, self.device) != ("auto", "auto"):
-            key = "dtype" if self.dtype != "auto" else "device"
-            raise ValueError(
-                f"{key}: heads run in the target's process as the target does: leave it out, or write "
-                "heads_at: draft_pool"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_draft_top_k(self) -> Self:
-        # Not by whether it was given: a configuration that has been dumped and read again gives everything.
-        if self.draft_top_k in (None, type(self).model_fields["draft_top_k"].default):
-            return self
-        if self.method not in ("draft_model", "several") and not self.has_heads:
-            raise ValueError(f"method {self.method} samples nothing: leave out draft_top_k")
-        if self.rejection_sample_method in ("sample_and_match", "typical"):
-            raise ValueError(
-                f"{self.rejection_sample_method} needs no probabilities of drafts: leave out draft_top_k"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("method draft_model needs `model`, the path of the draft model's folder")
-        if self.has_heads and self.model is None and self.method != "mtp":
-            raise ValueError(f"method {self.method} needs `model`, the path of the folder of its heads")
-        if self.method != "draft_model" and not self.has_heads and self.model is not None:
-            raise ValueError(f"method {self.method} takes no `model`; did you mean method: draft_model?")
-        if self.method != "draft_model" and self.draft_tensor_parallel_size > 1:
-            raise ValueError(
-                f"method {self.method} has no model to divide: leave out draft_tensor_parallel_size"
-            )
-        if not self.drafts_in_pool and self.fallback != "none":
-            raise ValueError(
-                f"fallback: {self.fallback} stands in for a draft model, or for heads in draft workers; "
-                f"method {self.method} has none: leave out fallback"
-            )
-        if self.max_model_len is not None and not self.keeps_kv:
-            remedy = "write it with those of `drafters`" if self.method == "several" else "leave it out"
-            raise ValueError(
-                f"max_model_len: {self.max_model_len} is about draft_model and heads with K/V of their own "
-                "(eagle, eagle3, mtp, parallel_heads, hydra): the longest text that they draft behind; "
-                f"method {self.method} has no such limit: {remedy}"
-            )
-        if self.method != "draft_model" and self.trust_remote_code:
-            remedy = "write it with those of `drafters`" if self.method == "several" else "leave it out"
-            raise ValueError(
-                "trust_remote_code is about the code of a draft model, target.trust_remote_code about the "
-                f"target's; method {self.method} has no draft model: {remedy}"
-            )
-        if self.method != "draft_model" and self.attention_backend != "auto":
-            raise ValueError(f"method {self.method} runs no model: leave out attention_backend")
-        if self.method not in ("draft_model", "quantized") and self.quantization is not None:
-            raise ValueError(f"method {self.method} has no weights to quantize: leave out quantization")
-        if self.quantization is not None and self.draft_tensor_parallel_size > 1:
-            raise ValueError(
-                f"quantization: {self.quantization} does not go with draft_tensor_parallel_size: "
-                f"{self.draft_tensor_parallel_size} yet: scales would depend on how the weights are cut"
-            )
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed "
-                f"prompt_lookup_max ({self.prompt_lookup_max})"
-            )
+        for check in CHECKS:
+            check(self)
         return self

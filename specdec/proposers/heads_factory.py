@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -13,13 +13,7 @@ from specdec.attention.registry import choose_backend
 from specdec.core.errors import ConfigError
 from specdec.core.idle_work import IdleWork
 from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads
-from specdec.drafters.checkpoints.registry import load_drafter
-from specdec.drafters.eagle import Eagle
-from specdec.drafters.eagle3 import Eagle3
-from specdec.drafters.hydra import Hydra
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.mtp import Mtp
-from specdec.drafters.parallel_heads import ParallelHeads
+from specdec.drafters.checkpoints.registry import load_opened
 from specdec.kv.config import CacheConfig
 from specdec.model.checkpoint import open_folder
 from specdec.model.config import ModelConfig
@@ -46,6 +40,7 @@ from specdec.proposers.head_rows import HeadRows, PrefixRows, StateRows
 from specdec.proposers.head_target import HeadTarget
 from specdec.proposers.head_trees import TreeHeadProposer
 from specdec.proposers.heads import HeadProposer, Heads
+from specdec.proposers.heads_folder import open_heads
 from specdec.proposers.hidden import HiddenSource, PrefixStates
 from specdec.proposers.module_runner import ModuleRunner
 from specdec.proposers.tree_config import tree_shape
@@ -53,16 +48,6 @@ from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
 
 logger = logging.getLogger(__name__)
-
-_KINDS: Mapping[str, type[Drafter]] = {
-    "medusa": Medusa,
-    "hydra": Hydra,
-    "eagle": Eagle,
-    "eagle3": Eagle3,
-    "mtp": Mtp,
-    "parallel_heads": ParallelHeads,
-}
-"""What a folder has to hold, by method."""
 
 
 class LoadedDrafter(Protocol):
@@ -364,7 +349,7 @@ def _warn_of_lengths(config: SpeculativeConfig, num_blocks: int, target: HeadTar
 
 def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
     """Load the drafter that is asked for, with all that it borrows of the target."""
-    path = target.path if config.model is None else config.model
+    folder = open_heads(config, target.path)
     if config.method in ("eagle", "mtp"):
         # Whether copies in a checkpoint are the target's own could not be told by a part of them.
         target = target.whole()
@@ -372,14 +357,7 @@ def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
     known = target.with_embeddings() if config.method == "eagle3" else target
     if config.method == "mtp":
         known = known.with_stored_head()
-    drafter = load_drafter(path, known.parts, target.dtype, allow_pickled=config.allow_pickled_weights)
-    wanted = _KINDS[config.method]
-    if not isinstance(drafter, wanted):
-        named = next(name for name, kind in _KINDS.items() if isinstance(drafter, kind))
-        raise ConfigError(
-            f"speculative_config.method: {config.method}, but {path} holds {type(drafter).__name__}: "
-            f"write method: {named}"
-        )
+    drafter = load_opened(folder, known.parts, target.dtype)
     target.lend(drafter)
     return drafter
 

@@ -16,11 +16,11 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.model.config import CompileConfig
 from tests.quantizer import some_quantizer
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, SHAPES, Files, Shape
-from tests.specdec.engine.targets.test_target_drafting import Bench
-from tests.specdec.engine.test_every_drafter import serve, wanted
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.request_waves import serve, wanted
+from tests.specdec.engine.tiny_models import Models
 
 pytestmark = pytest.mark.gpu
 

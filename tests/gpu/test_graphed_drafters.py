@@ -15,15 +15,15 @@ from specdec.proposers.heads import Heads
 from specdec.sampling.rows import SequenceSampling
 from specdec.sampling.sampler import Sampler
 from specdec.tree.growth import TreeShape
-from tests.specdec.proposers import test_features, test_heads
-from tests.specdec.proposers.test_compiled_drafters import PARAMS, drafted
-from tests.specdec.proposers.test_feature_graphs import make_graphed, recorded
-from tests.specdec.proposers.test_heads import VOCAB
+from tests.specdec.proposers import feature_proposers, head_proposers
+from tests.specdec.proposers.graphed_drafters import make_graphed, recorded
+from tests.specdec.proposers.made_up_states import VOCAB
+from tests.specdec.proposers.proposing_rounds import PARAMS, drafted
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("shape", [None, test_features.STATIC, test_features.DYNAMIC])
+@pytest.mark.parametrize("shape", [None, feature_proposers.STATIC, feature_proposers.DYNAMIC])
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "eagle3.1", "mtp"])
 def test_drafters_of_features(kind: str, shape: TreeShape | None) -> None:
     expected = drafted(make_graphed(kind, None, shape, "cuda"), seed=1)
@@ -32,7 +32,7 @@ def test_drafters_of_features(kind: str, shape: TreeShape | None) -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_heads_of_a_depth_each(kind: str) -> None:
-    heads: Heads = copy.deepcopy(test_heads.make_heads(kind)).to("cuda")
+    heads: Heads = copy.deepcopy(head_proposers.make_heads(kind)).to("cuda")
     ends: dict[str, Any] = {
         name: getattr(heads.target, name).to("cuda") for name in ("embeddings", "final_norm", "head")
     }

@@ -20,7 +20,7 @@ from specdec.transport.messages import Ping
 from specdec.transport.nccl import nccl_lanes
 from specdec.transport.torch_dist import TorchDistChannel
 from tests.specdec.transport.echo_peer import echo_process
-from tests.specdec.transport.test_torch_dist import until_lost
+from tests.specdec.transport.tensor_exchange import until_lost
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.core.errors import ConfigError
@@ -149,21 +150,21 @@ def first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """A model of the target's embeddings, norm, head and first layers: what a draft model begins as.
 
     Raises:
-        ConfigError: nothing would be left out, or the target's layers are not in one list.
+        ConfigError: nothing would be left out, or the target's layers are not in one list, or its
+            configuration does not go with fewer.
     """
     try:
         name, stack = layer_stack(target)
     except UnsupportedParallelism as error:
-        raise ConfigError(
-            f"draft_model: no model of fewer layers can be cut from this target ({error}); give --start-from"
-        ) from error
+        raise _not_cut(error) from error
     if num_layers >= len(stack):
         raise ConfigError(f"--num-layers {num_layers}: the target has {len(stack)}; a draft model has fewer")
-    config = copy.deepcopy(target.config)
-    text = config.get_text_config()
-    text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = list(text.layer_types)[:num_layers]
+    config: Any = copy.deepcopy(target.config)
+    _keep_first(config.get_text_config(), num_layers)
+    try:
+        config.validate()  # else it is told when the trained model is written
+    except StrictDataclassError as error:
+        raise _not_cut(error.__cause__ or error) from error
     draft: PreTrainedModel = _AUTO_MODEL.from_config(config)
     own = {
         weight: tensor
@@ -172,6 +173,26 @@ def first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     }
     draft.load_state_dict(own)
     return draft.float()
+
+
+def _keep_first(config: Any, num_layers: int) -> None:
+    """Leave a configuration its first layers: their number, and of lists with an entry for each the first."""
+    by_layer = {
+        name: value[:num_layers]
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple)
+        and ("layer" in name or name.endswith("_types"))
+        and len(value) == config.num_hidden_layers
+    }
+    config.num_hidden_layers = num_layers
+    for name, value in by_layer.items():
+        setattr(config, name, value)
+
+
+def _not_cut(cause: BaseException) -> ConfigError:
+    return ConfigError(
+        f"draft_model: no model of fewer layers can be cut from this target ({cause}); give --start-from"
+    )
 
 
 def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any]:

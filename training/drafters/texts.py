@@ -19,6 +19,14 @@ from training.progress import console
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", *_LINE_SUFFIXES)
 HELD_OUT_SHARE = 0.05
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+"""Roles of a chat template by what ShareGPT's `from` says."""
 
 
 def read_documents(
@@ -27,9 +35,9 @@ def read_documents(
     """Token ids int64 of every document of ``paths`` (files, or folders of them), in a fixed order.
 
     Without what the tokenizer begins every text with (`leading_ids`), which chat templates write, too.
-    A line of JSON lines has a ``text``, a ``prompt`` (and ``completion``), or ``messages`` (chat template).
-    Folders of ``leaving_out`` inside others are not read: what a run writes would be other data when it goes
-    on.
+    A line of JSON lines has a ``text``, a ``prompt`` (and ``completion``), ``messages`` (chat template), or
+    ``conversations`` as ShareGPT and SpecForge write them. Folders of ``leaving_out`` inside others are not
+    read: what a run writes would be other data when it goes on.
 
     Raises:
         ConfigError: a file or line is not what it should be, or there is no text at all.
@@ -148,18 +156,38 @@ def _line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> list[int
         if isinstance(entry.get("prompt"), str) and isinstance(completion, str):
             return _ids(tokenizer, entry["prompt"] + completion, where)
         if isinstance(entry.get("messages"), list):
-            if tokenizer.chat_template is None:
-                raise ConfigError(f"--data: {where} has messages, the target has no chat template")
-            try:
-                return list(
-                    tokenizer.apply_chat_template(entry["messages"], tokenize=True, return_dict=False)
-                )
-            except Exception as error:  # a template is code, and raises what it likes
-                raise ConfigError(
-                    f"--data: {where}: the target's chat template does not take these messages: "
-                    f"{str(error) or type(error).__name__}"
-                ) from error
+            return _chat(where, entry["messages"], tokenizer)
+        if isinstance(entry.get("conversations"), list):
+            turns = enumerate(entry["conversations"])
+            messages = [_message(f"{where}: conversations[{place}]", turn) for place, turn in turns]
+            return _chat(where, messages, tokenizer)
     raise ConfigError(
         f'--data: {where} must be an object with "text", "prompt" (and "completion"), all strings, '
-        'or "messages"'
+        'or "messages", or "conversations"'
     )
+
+
+def _chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"--data: {where} has messages, the target has no chat template")
+    try:
+        return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    except Exception as error:  # a template is code, and raises what it likes
+        raise ConfigError(
+            f"--data: {where}: the target's chat template does not take these messages: "
+            f"{str(error) or type(error).__name__}"
+        ) from error
+
+
+def _message(where: str, turn: Any) -> dict[str, Any]:
+    """Return a turn of `conversations` as a message: it is one already, or has ShareGPT's keys."""
+    if isinstance(turn, dict) and "role" in turn and "content" in turn:
+        return turn
+    if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
+        raise ConfigError(
+            f'--data: {where} must be an object with "from" and "value" (a string), or "role" and "content"'
+        )
+    speaker = turn["from"]
+    if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+        raise ConfigError(f"--data: {where}.from is {speaker!r}; known are {', '.join(_SPEAKERS)}")
+    return {"role": _SPEAKERS[speaker], "content": turn["value"]}

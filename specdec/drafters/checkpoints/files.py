@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +59,10 @@ class DrafterFolder:
 
 
 def open_drafter(path: str | Path, *, allow_pickled: bool = False) -> DrafterFolder:
-    """Look at a drafter's folder.
+    """Look at a drafter's folder, or at that of a target that has a drafter in it.
+
+    Files of heads go before those of a model, which are the target's where there are both. Of a whole model
+    all safetensors are looked at: what drafts for it may be in a file of its own beside it.
 
     Args:
         path: the folder.
@@ -69,32 +72,27 @@ def open_drafter(path: str | Path, *, allow_pickled: bool = False) -> DrafterFol
         CheckpointError: the folder, config.json or weights are missing or unreadable, or pickled unasked.
     """
     folder = open_folder(path)
+    if heads := [folder.path / name for name in _HEAD_FILES if (folder.path / name).is_file()]:
+        return _opened(folder.path, folder.config, heads, {})
     if any((folder.path / name).is_file() for name in _MODEL_FILES):
-        files: tuple[Path, ...] = open_checkpoint(path).weight_files
-    else:
-        files = tuple(folder.path / name for name in _HEAD_FILES if (folder.path / name).is_file())
-    unpickled: dict[str, torch.Tensor] = {}
-    if not files:
-        pickled = [folder.path / name for name in _PICKLED_FILES if (folder.path / name).is_file()]
-        if not pickled:
-            names = ", ".join((WEIGHTS_FILE, *_HEAD_FILES, *(_PICKLED_FILES if allow_pickled else ())))
-            raise CheckpointError(f"{folder.path} has no weights of a drafter (one of {names})")
-        if not allow_pickled:
-            raise _pickled_error(pickled[0])
-        files = (pickled[0],)
-        unpickled = _unpickled(pickled[0])
-    return _opened(folder.path, folder.config, files, unpickled)
+        files = open_checkpoint(path).weight_files
+        opened = _opened(folder.path, folder.config, files, {})
+        if not _is_whole_model(opened.shapes):
+            return opened
+        beside = sorted(set(folder.path.glob("*.safetensors")) - set(files))
+        return _opened(folder.path, folder.config, (*files, *beside), {})
+    pickled = [folder.path / name for name in _PICKLED_FILES if (folder.path / name).is_file()]
+    if not pickled:
+        names = ", ".join((WEIGHTS_FILE, *_HEAD_FILES, *(_PICKLED_FILES if allow_pickled else ())))
+        raise CheckpointError(f"{folder.path} has no weights of a drafter (one of {names})")
+    if not allow_pickled:
+        raise _pickled_error(pickled[0])
+    return _opened(folder.path, folder.config, (pickled[0],), _unpickled(pickled[0]))
 
 
-def open_beside(path: str | Path) -> DrafterFolder:
-    """Look at all safetensors of a target's folder: those of the model, and others that lie beside them.
-
-    Raises:
-        CheckpointError: as for a model folder.
-    """
-    checkpoint = open_checkpoint(path)
-    beside = sorted(set(checkpoint.path.glob("*.safetensors")) - set(checkpoint.weight_files))
-    return _opened(checkpoint.path, checkpoint.config, (*checkpoint.weight_files, *beside), {})
+def _is_whole_model(names: Collection[str]) -> bool:
+    """Whether tensors of these names are a model's; EAGLE's may be called so, too, and have an `fc`."""
+    return "model.fc.weight" not in names and any(name.startswith("model.layers.0.") for name in names)
 
 
 def write_drafter(

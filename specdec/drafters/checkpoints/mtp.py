@@ -52,7 +52,7 @@ def has_mtp(folder: DrafterFolder) -> bool:
 
 
 def load_mtp(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Mtp:
-    """Read the modules of a target's folder (see `files.open_beside`).
+    """Read the modules of a target's folder (see `files.open_drafter`).
 
     Embeddings and head that are stored with the modules are the target's, as the report has it; where they
     are not (a target that was fine-tuned alone), the modules keep their own.

@@ -13,22 +13,22 @@ from specdec.core.errors import CheckpointError
 from specdec.drafters.base import Drafter, TargetParts
 from specdec.drafters.checkpoints.eagle import load_eagle
 from specdec.drafters.checkpoints.eagle3 import load_eagle3
-from specdec.drafters.checkpoints.files import DrafterFolder, open_beside, open_drafter
+from specdec.drafters.checkpoints.files import DrafterFolder, open_drafter
 from specdec.drafters.checkpoints.hydra import ARCHITECTURE_KEY, load_hydra
 from specdec.drafters.checkpoints.medusa import has_medusa, load_medusa
 from specdec.drafters.checkpoints.mtp import has_mtp, load_mtp
 from specdec.drafters.checkpoints.parallel_heads import HEAD_PREFIX, load_parallel_heads
-from specdec.drafters.checkpoints.speculators import KIND_KEY, load_speculator
+from specdec.drafters.checkpoints.speculators import KIND_KEY, kind_of_speculator, load_speculator
 
 logger = logging.getLogger(__name__)
 
-DrafterFormat = Literal["speculators", "eagle3", "eagle", "medusa", "hydra", "mtp", "parallel_heads"]
+DrafterKind = Literal["eagle3", "eagle", "medusa", "hydra", "mtp", "parallel_heads"]
+DrafterFormat = DrafterKind | Literal["speculators"]
 Load = Callable[[DrafterFolder, TargetParts, torch.dtype | None], Drafter]
 
 _KNOWN = (
     "known are EAGLE, EAGLE-3, Medusa, Hydra, MTP modules, parallel heads and speculators' eagle3 and mtp"
 )
-_LAYERS = "model.layers.0."
 _EAGLE3_TENSORS = ("layers.0.hidden_norm.weight", "d2t")
 _EAGLE3_KEY = "eagle_config"
 _EAGLE_TENSORS = {"fc.weight", "fc.bias"}
@@ -41,7 +41,7 @@ _LOADERS: dict[DrafterFormat, Load] = {
     "mtp": load_mtp,
     "parallel_heads": load_parallel_heads,
 }
-assert set(_LOADERS) == set(get_args(DrafterFormat))
+assert set(_LOADERS) == {*get_args(DrafterKind), "speculators"}
 
 
 def detect(folder: DrafterFolder) -> DrafterFormat:
@@ -99,6 +99,16 @@ def _is_headless_layer(folder: DrafterFolder) -> bool:
     )
 
 
+def kind_of(folder: DrafterFolder) -> DrafterKind:
+    """Return what drafts with the weights of a folder, in whichever format they are.
+
+    Raises:
+        CheckpointError: it holds no drafter, or one of a kind that is not supported.
+    """
+    found = detect(folder)
+    return kind_of_speculator(folder) if found == "speculators" else found
+
+
 def load_drafter(
     path: str | Path, target: TargetParts, dtype: torch.dtype | None = None, *, allow_pickled: bool = False
 ) -> Drafter:
@@ -110,10 +120,15 @@ def load_drafter(
     Raises:
         CheckpointError: naming the file, key or tensor at fault.
     """
-    folder = open_drafter(path, allow_pickled=allow_pickled)
-    if "model.fc.weight" not in folder.shapes and any(name.startswith(_LAYERS) for name in folder.shapes):
-        # A whole model: what drafts for it may be in a file of its own beside it.
-        folder = open_beside(folder.path)
+    return load_opened(open_drafter(path, allow_pickled=allow_pickled), target, dtype)
+
+
+def load_opened(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Drafter:
+    """Load the drafter of a folder that has been looked at, as `load_drafter` does.
+
+    Raises:
+        CheckpointError: naming the file, key or tensor at fault.
+    """
     found = detect(folder)
     drafter = _LOADERS[found](folder, target, dtype)
     logger.info("%s: a drafter in the format %s", folder.path, found)

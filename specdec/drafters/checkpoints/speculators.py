@@ -7,7 +7,7 @@ config.json: `speculators_model_type`; the decoder layer in `transformer_layer_c
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.mtp import Mtp
 
+SpeculatorKind = Literal["eagle3", "mtp"]
 KIND_KEY = "speculators_model_type"
 _VERSION = "0.5.0"
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -32,6 +33,21 @@ _MTP_NAMES = {
     "eh_proj": "input_proj",
     "norm": "final_layernorm",
 }
+
+
+def kind_of_speculator(folder: DrafterFolder) -> SpeculatorKind:
+    """Return what the head of `folder` is.
+
+    Raises:
+        CheckpointError: it is of a kind that is not supported.
+    """
+    keys = Keys(folder.path, folder.config)
+    kind = keys.content.get(KIND_KEY)
+    if kind == "eagle3":
+        return "eagle3"
+    if kind == "mtp":
+        return "mtp"
+    raise keys.wrong(KIND_KEY, "one of eagle3, mtp is supported")
 
 
 def load_speculator(
@@ -44,12 +60,9 @@ def load_speculator(
     """
     keys = Keys(folder.path, folder.config)
     layer = keys.object("transformer_layer_config")
-    kind = keys.content.get(KIND_KEY)
-    if kind == "eagle3":
+    if kind_of_speculator(folder) == "eagle3":
         return read_eagle3(folder, target, keys, layer, dtype)
-    if kind == "mtp":
-        return _load_mtp(folder, target, layer, dtype)
-    raise keys.wrong(KIND_KEY, "one of eagle3, mtp is supported")
+    return _load_mtp(folder, target, layer, dtype)
 
 
 def _load_mtp(folder: DrafterFolder, target: TargetParts, layer: Keys, dtype: torch.dtype | None) -> Mtp:

@@ -19,7 +19,7 @@ from specdec.core.errors import CheckpointError
 from specdec.drafters.base import Drafter
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
-from specdec.drafters.checkpoints.files import open_beside, open_drafter
+from specdec.drafters.checkpoints.files import open_drafter
 from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.checkpoints.mtp import save_mtp
@@ -70,6 +70,18 @@ def test_medusa_2_with_its_target_in_one_file(folder: Path, target: Target) -> N
     published.write(folder, config, whole, MODEL)
     state = load_drafter(folder, target.parts).state_dict()
     assert all(same(state[f"heads.{n.removeprefix('medusa_head.')}"], x) for n, x in tensors.items())
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_heads_beside_their_target_in_one_folder(folder: Path, target: Target, kind: str) -> None:
+    """What is in the file of heads drafts; the target's own files have no part in it."""
+    target.model.save_pretrained(folder)  # type: ignore[no-untyped-call]
+    config, tensors = getattr(published, kind)()
+    of_target = json.loads((folder / "config.json").read_text())
+    published.write(folder, of_target | config, tensors, f"{kind}_lm_head.safetensors")
+    heads = load_drafter(folder, target.parts)
+    assert isinstance(heads, Medusa if kind == "medusa" else Hydra)
+    assert len(heads.state_dict()) == len(tensors.keys() - {"input_embed_fn.weight"})
 
 
 def test_more_medusa_heads_than_stated_are_used(
@@ -635,9 +647,9 @@ def test_formats_are_told_apart_by_their_tensors(folder: Path, target: Target) -
         written = published.write(folder / name, *content, file)
         found[name] = detect(open_drafter(written, allow_pickled=True))
     published.whole_target(folder / "mtp", target.model, published.mtp_deepseek(), "mtp.safetensors")
-    found["mtp"] = detect(open_beside(folder / "mtp"))
+    found["mtp"] = detect(open_drafter(folder / "mtp"))
     published.whole_target(folder / "mimo", target.model, published.mtp_mimo())
-    found["mtp of MiMo"] = detect(open_beside(folder / "mimo"))
+    found["mtp of MiMo"] = detect(open_drafter(folder / "mimo"))
     assert found == {name: re.split("[, ]", name)[0] for name in found}
 
 

@@ -58,6 +58,15 @@ def batch(shapes: list[tuple[int, int]], seed: int) -> list[SequenceSlice]:
     ]
 
 
+def test_rows_are_padded_where_steps_can_be_recorded(
+    pair_of: PairOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, config = make_runner(pair_of("llama"), "sdpa"), CompileConfig(cuda_graph_max_rows=11)
+    assert CudaForward(runner, config).row_buckets == ()
+    monkeypatch.setattr("specdec.model.cuda_graphs.recordable", lambda runner, config: runner.backend)
+    assert CudaForward(runner, config).row_buckets == (1, 2, 3, 4, 5, 6, 7, 8, 10, 11)
+
+
 @needs_interpreter
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
 def test_a_replay_is_the_eager_forward_of_whatever_batch(
@@ -71,6 +80,7 @@ def test_a_replay_is_the_eager_forward_of_whatever_batch(
     assert forward.pending()
     assert forward.warm_up() == "ready"
     assert forward.progress().done == forward.progress().total == 4
+    assert forward.row_buckets == (1, 2, 3, 4)
     for pool in (*recorded.pool.keys, *recorded.pool.values):
         pool[0] = float("nan")  # what recording left in the scratch block must not matter
     shapes = [[(0, 4)], [(3, 1)], [(9, 1), (30, 1), (0, 1)], [(40, 3)], [(2, 1), (11, 2)], [(5, 2)]]

@@ -18,7 +18,6 @@ import torch
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable, load_library
 from specdec.attention.sdpa import SdpaAttention
-from specdec.kv.config import CacheConfig
 from specdec.model import compile_work, graphs, native_compile
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
@@ -27,28 +26,13 @@ from specdec.model.loader import LoadedModel, load_model
 from specdec.model.lowering import Norm, Operation
 from specdec.model.runner import ForwardInputs, ModelRunner
 from specdec.model.trace import Value
-from tests.architectures import (
-    ARCHITECTURES,
-    CORE_ARCHITECTURES,
-    VARIED_ARCHITECTURES,
-    VOCAB_SIZE,
-    save_model,
-)
+from tests.architectures import CORE_ARCHITECTURES, LOWERED, VARIED_ARCHITECTURES, VOCAB_SIZE, save_model
 from tests.pairwise import mostly_full
+from tests.specdec.model.compiled_runners import compiled_runner, make_batches, make_runner, run
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 LoadedOf = Callable[..., LoadedModel]
-LOWERED = tuple(ARCHITECTURES)
-"""All of them (docs/models.md says so)."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WORK = [
-    # (sequence, rows, logit rows) of each slice of a batch
-    [(0, 20, 1), (1, 7, 7)],  # prefill
-    [(0, 1, 1), (2, 33, 1), (1, 5, 5)],  # everything mixed, more rows than before
-    [(0, 5, 5), (1, 5, 5), (2, 5, 5)],  # verification
-    [(0, 4, 0)],  # a chunk without logits
-    [(0, 1, 1), (1, 1, 1), (2, 1, 1)],  # decode
-    [(1, 1, 1)],
-]
 
 
 @pytest.fixture(scope="module")
@@ -74,55 +58,6 @@ def forgotten_libraries() -> Iterator[None]:
     load_library.cache_clear()
     yield
     load_library.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The eager forwards that these tests compare with are slow on several threads of a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-def make_runner(loaded: LoadedModel) -> ModelRunner:
-    return ModelRunner(loaded, CacheConfig(num_blocks=200, block_size=4), max_num_seqs=32)
-
-
-def compiled_runner(loaded: LoadedModel) -> ModelRunner:
-    runner = make_runner(loaded)
-    forward = CompiledForward(runner, CompileConfig())
-    assert forward.warm_up() == "ready"
-    runner.graphs = forward
-    return runner
-
-
-def make_batches(runner: ModelRunner, seed: int = 0) -> list[list[SequenceSlice]]:
-    """`WORK` as slices with random tokens and scattered blocks."""
-    rng = random.Random(seed)
-    blocks = list(range(1, runner.num_blocks))
-    rng.shuffle(blocks)
-    tables = [[blocks.pop() for _ in range(64 // runner.block_size)] for _ in range(3)]
-    ends = [0, 0, 0]
-    batches = []
-    for work in WORK:
-        batch = []
-        for sequence, rows, num_logit_rows in work:
-            batch.append(
-                SequenceSlice(
-                    token_ids=rng.choices(range(2, VOCAB_SIZE), k=rows),
-                    start=ends[sequence],
-                    block_table=tables[sequence],
-                    num_logit_rows=num_logit_rows,
-                )
-            )
-            ends[sequence] += rows
-        batches.append(batch)
-    return batches
-
-
-def run(runner: ModelRunner, batches: Sequence[Sequence[SequenceSlice]]) -> list[torch.Tensor]:
-    return [runner.forward(batch).clone() for batch in batches]
 
 
 @pytest.mark.cover(1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -288,6 +291,29 @@ def test_a_broken_folder_is_refused_by_name(
     with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
         load(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_pickled_shards_can_be_converted_as_it_is_said(folder: Path) -> None:
+    """As of Vicuna, whose generation_config.json transformers would not let anybody write anew."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    files = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    for index, file in enumerate(files):
+        torch.save(dict(list(tensors.items())[index::2]), folder / file)
+    weight_map = {name: files[index % 2] for index, name in enumerate(tensors)}
+    (folder / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    generation_config('{"eos_token_id": 0, "temperature": 0.9, "top_p": 0.6}')(folder)
+    with pytest.raises(CheckpointError, match="convert it to safetensors: python -c") as refused:
+        load(folder)
+    text = str(refused.value)
+    command = shlex.split(text[text.index("python -c") :])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=240)
+    converted = load_file(folder / WEIGHTS)
+    assert converted.keys() == tensors.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in tensors.items())
+    assert load(folder).vocab_size == VOCAB_SIZE
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:

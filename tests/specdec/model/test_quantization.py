@@ -32,8 +32,9 @@ from specdec.model.quantized_linear import QuantizedLinear
 from specdec.proposers.config import SpeculativeConfig
 from tests.architectures import ARCHITECTURES, make_model, save_model
 from tests.quantizer import HAS_TORCHAO, nearest, some_quantizer
-from tests.specdec.model.test_graphs import compiled_runner, make_batches, make_runner, run
+from tests.specdec.model.compiled_runners import compiled_runner, make_batches, make_runner, run
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe"}
 QUANTIZABLE = tuple(name for name in ARCHITECTURES if name not in EXPERTS)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,14 +47,6 @@ needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not insta
 def _quantizer() -> Iterator[None]:
     with some_quantizer():
         yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

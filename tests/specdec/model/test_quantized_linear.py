@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -17,18 +15,11 @@ from specdec.model.quantized_linear import (
     QuantizedWeight,
     WeightBuilder,
 )
-from tests.specdec.model.test_lowering import VOCAB, Model, Native, lowered
+from tests.specdec.model.lowered_models import VOCAB, Model, Native, lowered
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 INT8, INT4, INT4_64 = (scheme_of(name) for name in ("int8", "int4", "int4-64"))
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def random_weight(

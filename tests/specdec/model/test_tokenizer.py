@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 
 from specdec.core.errors import CheckpointError
 from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
@@ -33,6 +36,42 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(folder)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+def save_sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    """Save a tokenizer as the first Llamas have it, without tokenizer.json, and return it."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the quick brown fox jumps over the lazy dog", "hello, there"]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=300,
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def test_a_tokenizer_of_sentencepiece_alone(tmp_path: Path) -> None:
+    own = save_sentencepiece(tmp_path / "folder")
+    tokenizer = load_tokenizer(tmp_path / "folder")
+    assert len(tokenizer) == 300
+    assert tokenizer.encode("hello, fox", add_special_tokens=False) == own.encode("hello, fox")
+
+
+def test_without_its_package_it_is_said_how_to_get_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_sentencepiece(tmp_path / "folder")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.model alone .*pip install -e '\.\[sentencepiece\]'"
+    ):
+        load_tokenizer(tmp_path / "folder")
 
 
 def test_equal_tokenizers_pass_silently(tmp_path: Path) -> None:

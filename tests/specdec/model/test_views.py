@@ -21,20 +21,13 @@ from specdec.model.views import early_exit, with_fewer_bits
 from tests.architectures import ARCHITECTURES, make_model, save_model, with_layers
 from tests.pairwise import mostly_full
 from tests.quantizer import some_quantizer
-from tests.specdec.model.test_graphs import compiled_runner, make_batches, make_runner, run
+from tests.specdec.model.compiled_runners import compiled_runner, make_batches, make_runner, run
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 LoadedOf = Callable[[str], LoadedModel]
 QUANTIZABLE = tuple(name for name in ARCHITECTURES if name not in {"mixtral", "qwen2_moe", "qwen3_moe"})
 NUM_LAYERS = 4
 EXIT = 2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -16,9 +14,6 @@ from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable
 from specdec.attention.sdpa import SdpaAttention
 from specdec.core.idle_work import idle_work_of
-from specdec.core.ids import RequestId
-from specdec.core.proposal import Proposal
-from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.base import HeadsDrafter
 from specdec.kv.config import CacheConfig
 from specdec.model import compile_work, native_compile
@@ -29,31 +24,23 @@ from specdec.model.packed_weights import PackedWeights, panel_bytes
 from specdec.model.trace import Value
 from specdec.proposers import compiled_drafters
 from specdec.proposers.base import Proposer
-from specdec.proposers.compiled_drafters import CompiledHeads, DrafterCompilation
+from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.feature_runner import FeatureRunner
-from specdec.sampling.sampler import Sampler
 from specdec.tree.growth import TreeShape
 from specdec.verification.registry import capabilities_of
-from tests.specdec.proposers import test_features, test_heads
-from tests.specdec.proposers.contract import FrozenView, view
-from tests.specdec.proposers.test_heads import VOCAB
+from tests.specdec.proposers import feature_proposers, head_proposers
+from tests.specdec.proposers.compiled_proposers import HOW, compiled, warm_sampler
+from tests.specdec.proposers.proposing_rounds import PARAMS, SHAPED, drafted
 
-HOW = DrafterCompilation(name="heads", config=CompileConfig())
+pytestmark = pytest.mark.usefixtures("one_thread")
 HEADS = ["medusa", "hydra", "hydra++", "parallel_heads"]
 FEATURES = ["eagle", "eagle3", "eagle3.1", "mtp"]
 SHAPES: Mapping[str, TreeShape | None] = {
     "chain": None,
-    "static": test_features.STATIC,
-    "dynamic": test_features.DYNAMIC,
+    "static": feature_proposers.STATIC,
+    "dynamic": feature_proposers.DYNAMIC,
 }
-PARAMS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(temperature=0.7, top_p=0.9),
-)
-SHAPED = SamplingParams(temperature=0.0, repetition_penalty=2.5)
-ROUNDS = 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,63 +51,13 @@ def _can_be_compiled() -> None:
         pytest.skip(f"nothing can be compiled here: {error}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@cache
-def warm_sampler() -> Sampler:
-    sampler = Sampler()
-    sampler.warm_up()
-    assert sampler.is_compiled
-    return sampler
-
-
 def make(kind: str, shape: str = "chain", sampling: DraftSampling = SHARED_NOISE, **more: Any) -> Proposer:
-    made = test_heads.make if kind in HEADS else test_features.make
+    made = head_proposers.make if kind in HEADS else feature_proposers.make
     return made(kind, sampling, shape=SHAPES[shape], sampler=warm_sampler(), **more)
 
 
-def compiled(proposer: Proposer) -> Proposer:
-    (work,) = idle_work_of(proposer)
-    while work.pending():
-        work.run_next()
-    assert work.state == "ready"
-    return proposer
-
-
 def module_of(kind: str) -> torch.nn.Module:
-    return test_heads.make_heads(kind) if kind in HEADS else test_features.make_drafter(kind)
-
-
-Round = tuple[Sequence[FrozenView], Mapping[RequestId, int]]
-
-
-def rounds(seed: int, params: Sequence[SamplingParams] = PARAMS) -> Iterator[Round]:
-    """Three sequences of different lengths that grow by a few tokens each; now and then one rests."""
-    generator = random.Random(seed)
-    texts = [[generator.randrange(2, VOCAB) for _ in range(length)] for length in (9, 4, 6)]
-    for number in range(ROUNDS):
-        views = [
-            view(str(index), text, params[index % len(params)], seed=index)
-            for index, text in enumerate(texts)
-            if index != number - 2
-        ]
-        yield views, {one.request_id: generator.choice((1, 3, 6)) for one in views}
-        for text in texts:
-            text += [generator.randrange(2, VOCAB) for _ in range(generator.randrange(1, 4))]
-
-
-def drafted(proposer: Proposer, seed: int, **more: Any) -> list[dict[RequestId, Proposal]]:
-    with torch.inference_mode():
-        found = [dict(proposer.propose(views, budgets)) for views, budgets in rounds(seed, **more)]
-    proposer.close()
-    assert sum(map(len, found)) > 2 * ROUNDS
-    return found
+    return head_proposers.make_heads(kind) if kind in HEADS else feature_proposers.make_drafter(kind)
 
 
 def refuse(*_: Any, **__: Any) -> Any:
@@ -250,8 +187,8 @@ def test_what_the_target_has_packed_is_not_packed_again(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["hydra++", "eagle3"])
 def test_bf16_is_compiled_too(kind: str) -> None:
     """The self-check compares it with the module."""
-    module = test_heads.make_heads.__wrapped__(kind) if kind in HEADS else None
-    drafter = test_features.make_drafter.__wrapped__(kind) if module is None else None
+    module = head_proposers.make_heads.__wrapped__(kind) if kind in HEADS else None
+    drafter = feature_proposers.make_drafter.__wrapped__(kind) if module is None else None
     cache_config = CacheConfig(block_size=4, num_blocks=20)
     limits = {"max_num_seqs": 2, "max_model_len": 32, "backend": SdpaAttention()}
     work: Any

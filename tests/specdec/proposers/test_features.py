@@ -5,132 +5,32 @@ What they draft is compared with the same modules run over whole rows, from the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from specdec.attention.sdpa import SdpaAttention
 from specdec.core.sampling_params import SamplingParams
-from specdec.drafters.attention import CausalRows, RowAttention
-from specdec.drafters.base import FeatureDrafter, TargetParts
-from specdec.drafters.eagle import Eagle
-from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
-from specdec.drafters.mtp import Mtp
-from specdec.drafters.vocabulary import DraftVocabulary
-from specdec.kv.config import CacheConfig
 from specdec.proposers.base import Proposer
-from specdec.proposers.compiled_drafters import DrafterCompilation
-from specdec.proposers.draft_loop import NativeDraftLoop
-from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
-from specdec.proposers.draft_trees import TreeDraftProposer
-from specdec.proposers.draft_window import DraftWindow
-from specdec.proposers.feature_runner import FeatureRunner
-from specdec.proposers.hidden import HiddenSource, PrefixStates
-from specdec.proposers.module_runner import ModuleRunner
-from specdec.proposers.tree_config import DynamicTreeConfig, StaticTreeConfig, tree_shape
-from specdec.sampling.rows import RowSpec, SamplingRows
-from specdec.sampling.sampler import Sampler, noisy_scores
-from specdec.tree.growth import TreeShape
+from specdec.proposers.draft_sampling import DraftSampling
 from specdec.verification.registry import capabilities_of
-from tests.specdec.drafters.conftest import randomize, tiny_config
+from tests.specdec.proposers.best_tokens import best_of
 from tests.specdec.proposers.contract import ProposerContract, view
-from tests.specdec.proposers.test_heads import VOCAB, MadeUpSource, check_displaced, made_up_row
+from tests.specdec.proposers.feature_proposers import (
+    DYNAMIC,
+    KNOWN,
+    STATIC,
+    logits_behind,
+    make,
+    make_drafter,
+)
+from tests.specdec.proposers.made_up_states import VOCAB, check_displaced
 
 KINDS = [
     "eagle3",
     "mtp of three",
     *(pytest.param(one, marks=pytest.mark.full) for one in ("eagle", "eagle3.1", "mtp")),
 ]
-KNOWN = torch.tensor([1, 2, 3, 5, 6, 8, 9, 11, 14, 15, 16, 20, 23])
-"""What EAGLE-3 has of the vocabulary."""
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
-STATIC = tree_shape(StaticTreeConfig(shape="static", widths=(3, 2, 1)))
-DYNAMIC = tree_shape(DynamicTreeConfig(shape="dynamic", top_k=3, depth=3))
-
-
-@cache
-def make_drafter(kind: str) -> FeatureDrafter:
-    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=VOCAB))
-    randomize(model, seed=1)
-    target = TargetParts.of(model)
-    made: FeatureDrafter
-    if kind == "eagle":
-        made = Eagle(target, tiny_config(num_hidden_layers=2))
-    elif kind.startswith("mtp"):
-        made = Mtp(target, num_modules=3 if kind == "mtp of three" else 1)
-    else:
-        settings = Eagle3Settings(
-            config=tiny_config(num_hidden_layers=1, hidden_size=24),
-            fused_layers=(-1,),
-            has_embeddings=True,
-            fc_norm=kind == "eagle3.1",
-            norm_output=kind == "eagle3.1",
-        )
-        made = Eagle3(target, settings, DraftVocabulary.of_ids(KNOWN, VOCAB))
-    randomize(made, seed=5)
-    return made.eval()
-
-
-def make(
-    kind: str,
-    sampling: DraftSampling = SHARED_NOISE,
-    *,
-    shape: TreeShape | None = None,
-    missing: Sequence[str] = (),
-    source: HiddenSource | None = None,
-    num_blocks: int = 100,
-    max_model_len: int = 64,
-    max_read_tokens: int = 512,
-    window: DraftWindow | None = None,
-    how: DrafterCompilation | None = None,
-    sampler: Sampler | None = None,
-) -> DraftModelProposer:
-    """With `how` there is a native form of the drafter, once its idle work is done."""
-    drafter, sampler = make_drafter(kind), sampler or Sampler()
-    runner = (FeatureRunner if drafter.num_modules == 1 else ModuleRunner)(
-        drafter,
-        CacheConfig(block_size=4, num_blocks=num_blocks),
-        max_num_seqs=8,
-        max_model_len=max_model_len,
-        backend=SdpaAttention(),
-        num_kept=drafter.num_modules,
-        max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
-    )
-    idle_work = () if how is None else (runner.compile(how),)
-    states = PrefixStates(source or MadeUpSource(missing), drafter.hidden_layers)
-    if shape is not None:
-        return TreeDraftProposer(
-            runner,
-            sampler,
-            shape,
-            vocab_size=VOCAB,
-            max_read_tokens=max_read_tokens,
-            sampling=sampling,
-            idle_work=idle_work,
-            prefix_caching=False,
-            window=window,
-            name=kind,
-            states=states,
-            generating=runner,
-        )
-    return DraftModelProposer(
-        runner,
-        sampler,
-        vocab_size=VOCAB,
-        fused_loop=NativeDraftLoop(runner, sampler, VOCAB, sampling.noise_stream),
-        idle_work=idle_work,
-        max_read_tokens=max_read_tokens,
-        sampling=sampling,
-        prefix_caching=False,
-        window=window,
-        name=kind,
-        states=states,
-    )
 
 
 @pytest.mark.full
@@ -171,36 +71,6 @@ class TestStaticTrees(ProposerContract):
 class TestDynamicTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
         return make("eagle", shape=DYNAMIC)
-
-
-@torch.no_grad()
-def logits_behind(
-    drafter: FeatureDrafter,
-    token_ids: Sequence[int],
-    path: Sequence[int],
-    attention: RowAttention | None = None,
-) -> torch.Tensor:
-    """What the drafter says behind committed tokens and a path of drafts, [V]: whole rows, no cache.
-
-    A later module reads later tokens behind the same states; the last one goes on behind its own features.
-    """
-    last = drafter.num_modules - 1
-    states = torch.stack([made_up_row(token_ids[: at + 1]) for at in range(len(token_ids) - 1)])
-    features = drafter.fuse(states[None])
-    for depth in range(len(path) + 1):
-        read = torch.tensor([[*token_ids, *path[:depth]]])[:, 1 + min(depth, last) :]
-        positions = torch.arange(read.shape[1])[None]
-        step = drafter.step(drafter.embed(read), features, positions, attention or CausalRows(), depth)
-        again = torch.cat([features, step.features[:, -1:]], dim=1)
-        features = step.features if depth < last else again
-    logits = drafter.logits(step.outputs[0, -1])
-    return logits if drafter.vocabulary is None else drafter.vocabulary.expand(logits)
-
-
-def best_of(logits: torch.Tensor, params: SamplingParams, seed: int, position: int, num: int) -> list[int]:
-    rows = SamplingRows.build([RowSpec(params, seed, position, 1)])
-    best: list[int] = noisy_scores(logits[None], rows)[0].topk(num).indices.tolist()
-    return best
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,21 +18,21 @@ from specdec.proposers.heads import HeadProposer
 from specdec.sampling.rows import SequenceSampling
 from specdec.verification.registry import capabilities_of
 from tests.specdec.model.replaying_recorder import ReplayingRecorder
-from tests.specdec.proposers import test_heads
-from tests.specdec.proposers.test_compiled_drafters import PARAMS, SHAPED, drafted
-from tests.specdec.proposers.test_heads import VOCAB
+from tests.specdec.proposers import head_proposers
+from tests.specdec.proposers.made_up_states import VOCAB
+from tests.specdec.proposers.proposing_rounds import PARAMS, SHAPED, drafted
 
 KINDS = ["medusa", "hydra", "parallel_heads", pytest.param("hydra++", marks=pytest.mark.full)]
 
 
 def graphed(kind: str, recorder: ReplayingRecorder, **more: Any) -> GraphedHeads:
     settings: dict[str, Any] = {"num_draft_tokens": 6, "max_num_seqs": 3, "vocab_size": VOCAB, **more}
-    heads = test_heads.make_heads(kind)
+    heads = head_proposers.make_heads(kind)
     return GraphedHeads(heads, CompileConfig(), name=kind, recorder=recorder, **settings)
 
 
 def make(kind: str, loop: GraphedHeads, sampling: DraftSampling = SHARED_NOISE) -> Proposer:
-    proposer = test_heads.make(kind, sampling)
+    proposer = head_proposers.make(kind, sampling)
     assert isinstance(proposer, HeadProposer)
     proposer._graphed = loop
     proposer.idle_work = (loop,)
@@ -41,7 +41,7 @@ def make(kind: str, loop: GraphedHeads, sampling: DraftSampling = SHARED_NOISE) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_are_those_of_the_eager_heads(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = drafted(test_heads.make(kind), seed=1)
+    expected = drafted(head_proposers.make(kind), seed=1)
     loop = graphed(kind, ReplayingRecorder(monkeypatch))
     answers: list[bool] = []
     own = GraphedHeads.try_draft
@@ -71,15 +71,15 @@ def test_what_is_done_with_logits_is_left_to_the_eager_heads(monkeypatch: pytest
     assert loop.warm_up() == "ready"
     shaped = (SHAPED, *PARAMS)
     assert drafted(make("hydra", loop), seed=2, params=shaped) == drafted(
-        test_heads.make("hydra"), seed=2, params=shaped
+        head_proposers.make("hydra"), seed=2, params=shaped
     )
     told = DraftSampling.under(capabilities_of("rejection"))
     ours, theirs = (
-        drafted(one, seed=3) for one in (make("hydra", loop, told), test_heads.make("hydra", told))
+        drafted(one, seed=3) for one in (make("hydra", loop, told), head_proposers.make("hydra", told))
     )
     assert ours == theirs
     many = SequenceSampling(SamplingParams(temperature=1.0, top_k=1000), 7)
-    rows = torch.zeros(1, test_heads.make_heads("hydra").prepared_size)
+    rows = torch.zeros(1, head_proposers.make_heads("hydra").prepared_size)
     assert loop.try_draft(rows, [HeadStart(3, many, 5, 2)]) is None
     greedy = HeadStart(3, SequenceSampling(SamplingParams(temperature=0.0), 7), 5, 2)
     assert loop.try_draft(rows.expand(4, -1), [greedy] * 4) is None, "more than were asked for"
@@ -88,7 +88,7 @@ def test_what_is_done_with_logits_is_left_to_the_eager_heads(monkeypatch: pytest
 
 @pytest.mark.parametrize("values", [{"mode": "off"}, {"cuda_graph_max_rows": 0}])
 def test_switched_off(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = test_heads.make_heads("medusa")
+    heads = head_proposers.make_heads("medusa")
     config = CompileConfig.model_validate(values)
     arguments: dict[str, Any] = {
         "name": "medusa",

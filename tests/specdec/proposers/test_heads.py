@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partial
-from typing import Protocol
-
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from specdec.attention.sdpa import SdpaAttention
-from specdec.core.ids import RequestId, owned_id
-from specdec.core.prefix_hash import EMPTY_PREFIX, extend_prefix_hash
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.core.sequence import SequenceView
-from specdec.drafters.attention import CausalRows, RowAttention
-from specdec.drafters.base import SequentialHeads, TargetParts
-from specdec.drafters.hydra import Hydra
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.parallel_heads import ParallelHeads
-from specdec.kv.config import CacheConfig
-from specdec.proposers.base import Proposer, ReadsStates
-from specdec.proposers.compiled_drafters import CompiledHeads, DrafterCompilation
-from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
-from specdec.proposers.draft_window import DraftWindow
-from specdec.proposers.drafter_pool import DrafterPool
-from specdec.proposers.head_rows import HeadRows, PrefixRows, Rows, StateRows
-from specdec.proposers.head_trees import TreeHeadProposer
-from specdec.proposers.heads import HeadProposer, Heads
-from specdec.proposers.hidden import HiddenRows, HiddenSource, ReceivedRows
-from specdec.sampling.rows import RowSpec, SamplingRows
-from specdec.sampling.sampler import Sampler, noisy_scores
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.heads import HeadProposer
 from specdec.tree.dynamic import DynamicTree
-from specdec.tree.growth import TreeShape
 from specdec.tree.static import StaticTree
 from specdec.verification.registry import capabilities_of
-from tests.specdec.drafters.conftest import HIDDEN, randomize, tiny_config
+from tests.specdec.proposers.best_tokens import best_of
 from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
+from tests.specdec.proposers.head_proposers import NUM_HEADS, logits_behind, make
+from tests.specdec.proposers.made_up_states import VOCAB, check_displaced
 
-VOCAB, NUM_HEADS = 24, 3
 KINDS = [
     "medusa",
     "hydra++",
@@ -53,159 +29,6 @@ PLAIN, SHAPED = SamplingParams(), SamplingParams(repetition_penalty=2.5, presenc
 GREEDY = SamplingParams(temperature=0.0)
 STATIC = StaticTree.of_widths((3, 2, 1, 1), (0.5, 0.3, 0.1))
 DYNAMIC = DynamicTree(top_k=3, depth=5)
-
-
-class MadeUpRows:
-    first_row = 0
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self.end_row = len(token_ids) - 1
-
-    def since(self, row: int, end: int | None = None) -> torch.Tensor:
-        places = range(row, self.end_row if end is None else end)
-        rows = [made_up_row(self._token_ids[: at + 1]) for at in places]
-        return torch.stack(rows) if rows else torch.empty(0, HIDDEN)
-
-    def read_from(self, row: int) -> None:
-        """Nothing is kept."""
-
-
-def made_up_row(token_ids: Sequence[int]) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(extend_prefix_hash(EMPTY_PREFIX, token_ids) >> 1)
-    return torch.randn(HIDDEN, generator=generator)
-
-
-class MadeUpSource:
-    def __init__(self, missing: Sequence[str] = ()) -> None:
-        self._missing = missing
-
-    def await_rows(
-        self, sequences: Sequence[SequenceView], awaited: Collection[RequestId] | None = None
-    ) -> Mapping[RequestId, HiddenRows]:
-        return {
-            one.request_id: MadeUpRows(one.token_ids)
-            for one in sequences
-            if one.request_id not in self._missing
-        }
-
-    def release(self, request_ids: Sequence[RequestId]) -> None:
-        """Nothing is kept."""
-
-
-class SentSource(MadeUpSource):
-    """Keeps what has not been read, as what has come from another process; sends again what is missed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[RequestId, ReceivedRows] = {}
-
-    def await_rows(
-        self, sequences: Sequence[SequenceView], awaited: Collection[RequestId] | None = None
-    ) -> Mapping[RequestId, HiddenRows]:
-        for one in sequences:
-            rows = self.kept.setdefault(one.request_id, ReceivedRows(0))
-            if rows.end_row < one.committed_len - 1:
-                rows.append(MadeUpRows(one.token_ids).since(rows.end_row))
-        return {one.request_id: self.kept[one.request_id] for one in sequences}
-
-    def send_again(self, request_id: RequestId) -> None:
-        assert self.kept.pop(request_id).are_missed, "what nobody misses would be dropped"
-
-
-class ReadingProposer(ReadsStates, Proposer, Protocol):
-    """A proposer that reads hidden states."""
-
-
-def check_displaced(make_over: Callable[[HiddenSource], ReadingProposer]) -> None:
-    """One of a call that gives way to another of it, and then finds room after all, is read anew later."""
-    generator = random.Random(4)
-    text = {name: generator.choices(range(VOCAB), k=40) for name in ("a", "b", "c")}
-    names = {name: owned_id("one" if name == "a" else "two", name) for name in text}
-
-    def ask_for(proposer: ReadingProposer, **lengths: int) -> dict[str, Proposal]:
-        views = [view(names[name], text[name][:length]) for name, length in lengths.items()]
-        found = proposer.propose(views, {one.request_id: 3 for one in views})
-        return {name: found[names[name]] for name in lengths if names[name] in found}
-
-    source = SentSource()
-    proposer = make_over(source)
-    assert sorted(ask_for(proposer, b=9, c=25)) == ["b", "c"]
-    # a takes the room of b; c has then too little to grow, and leaves b what it had.
-    found = ask_for(proposer, a=13, c=35, b=10)
-    assert found == ask_for(make_over(SentSource()), a=13)
-    assert proposer.missing_states == {names["b"]: 0}
-    source.send_again(names["b"])
-    assert ask_for(proposer, b=11) == ask_for(make_over(SentSource()), b=11) != {}
-    assert proposer.missing_states == {}
-
-
-@cache
-def make_heads(kind: str) -> Heads:
-    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=VOCAB))
-    randomize(model, seed=1)
-    target = TargetParts.of(model)
-    heads: Heads
-    if kind == "medusa":
-        heads = Medusa(target, num_heads=NUM_HEADS)
-    elif kind == "parallel_heads":
-        heads = ParallelHeads(target, num_heads=NUM_HEADS)
-    else:
-        heads = Hydra(target, num_heads=NUM_HEADS, has_prefix_layer=kind == "hydra++")
-    randomize(heads, seed=5)
-    return heads.eval()
-
-
-def make(
-    kind: str,
-    sampling: DraftSampling = SHARED_NOISE,
-    *,
-    shape: TreeShape | None = None,
-    missing: Sequence[str] = (),
-    source: HiddenSource | None = None,
-    num_blocks: int = 100,
-    max_model_len: int = 64,
-    max_read_tokens: int = 512,
-    window: DraftWindow | None = None,
-    how: DrafterCompilation | None = None,
-    sampler: Sampler | None = None,
-) -> HeadProposer:
-    """With `how` there is a native form of the heads, once its idle work is done."""
-    heads, source = make_heads(kind), source or MadeUpSource(missing)
-    rows: HeadRows = StateRows(heads, source)
-    pool: DrafterPool | None = None
-    if layers := heads.attention_layers:
-        pool = DrafterPool(
-            heads,
-            layers,
-            CacheConfig(block_size=4, num_blocks=num_blocks),
-            max_num_seqs=8,
-            max_model_len=max_model_len,
-            backend=SdpaAttention(),
-            max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
-        )
-    compiled = None if how is None else CompiledHeads(heads, how, pool)
-    if pool is not None:
-        rows = Watched(heads, source, pool, max_read_tokens=max_read_tokens, window=window, compiled=compiled)
-    make_proposer = HeadProposer if shape is None else partial(TreeHeadProposer, shape=shape)
-    return make_proposer(
-        heads,
-        rows,
-        sampler or Sampler(),
-        name=kind,
-        sampling=sampling,
-        vocab_size=VOCAB,
-        compiled=compiled,
-    )
-
-
-class Watched(PrefixRows):
-    """Looks at its blocks after every call."""
-
-    def read(self, sequences: Sequence[SequenceView], num_draft_tokens: Mapping[RequestId, int]) -> Rows:
-        rows = super().read(sequences, num_draft_tokens)
-        self.check_integrity()
-        return rows
 
 
 class TestMedusa(ProposerContract):
@@ -239,26 +62,6 @@ class TestStaticTrees(ProposerContract):
 class TestDynamicTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
         return make("hydra++", shape=DYNAMIC)
-
-
-@torch.no_grad()
-def logits_behind(
-    kind: str, token_ids: Sequence[int], path: Sequence[int], attention: RowAttention | None = None
-) -> torch.Tensor:
-    """What the head of that depth says, [V]: whole rows, no cache."""
-    heads = make_heads(kind)
-    states = torch.stack([made_up_row(token_ids[: at + 1]) for at in range(len(token_ids) - 1)])
-    positions = torch.arange(len(states))[None]
-    row = heads.prepare(states[None], positions, attention or CausalRows())[0, -1]
-    if isinstance(heads, SequentialHeads):
-        return heads.logits(len(path), row, torch.tensor([token_ids[-1], *path]))
-    return heads.logits(row)[len(path)]
-
-
-def best_of(logits: torch.Tensor, params: SamplingParams, seed: int, position: int, num: int) -> list[int]:
-    rows = SamplingRows.build([RowSpec(params, seed, position, 1)])
-    best: list[int] = noisy_scores(logits[None], rows)[0].topk(num).indices.tolist()
-    return best
 
 
 def ask(proposer: HeadProposer, one: FrozenView, budget: int) -> Proposal:

@@ -15,7 +15,7 @@ from specdec.proposers.lookup_first import LookupFirst
 from specdec.proposers.registry import with_fallback
 from specdec.proposers.suffix import SuffixProposer
 from tests.specdec.proposers.contract import ProposerContract, view
-from tests.specdec.proposers.test_fallback import Fickle
+from tests.specdec.proposers.fickle_proposer import Fickle
 
 
 def first(min_match_tokens: int) -> SuffixProposer:

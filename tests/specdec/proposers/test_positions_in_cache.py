@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel, slot_value
 from specdec.kv.selection import KvSelectionConfig
-from specdec.model.batch import SequenceSlice
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import load_model
 from specdec.proposers.base import AheadWish, Proposer
@@ -31,11 +30,12 @@ from tests.architectures import VOCAB_SIZE as MODEL_VOCAB_SIZE
 from tests.specdec.proposers.ahead_contract import EOS, AheadContract
 from tests.specdec.proposers.ahead_contract import VOCAB_SIZE as AHEAD_VOCAB_SIZE
 from tests.specdec.proposers.contract import GREEDY, SAMPLED, FrozenView, ProposerContract, view
+from tests.specdec.proposers.short_runner import BLOCK_SIZE, ShortRunner
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 VOCAB_SIZE = 24
 MODEL = ToyModel(VOCAB_SIZE, seed=3)
 ENDLESS = SamplingParams(temperature=1.0, ignore_eos=True)
-BLOCK_SIZE = 4
 
 
 def window(
@@ -48,23 +48,6 @@ def window(
         num_draft_tokens=most,
         num_positions=num_positions,
     )
-
-
-class ShortRunner(ToyRunner):
-    """Knows `max_model_len` positions, and keeps book of those that it is given."""
-
-    def __init__(self, model: ToyModel, *, num_blocks: int = 256, max_model_len: int = 256) -> None:
-        super().__init__(model, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=max_model_len)
-        self.most_attended = 0
-
-    def forward(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:
-        for one in slices:
-            first = one.start + one.num_dropped + (0 if one.shift is None else one.shift.offset)
-            assert first >= 0
-            assert first + len(one.token_ids) <= self.max_model_len, "a position that the model does not have"
-            assert one.start <= first, "two tokens have one position"
-            self.most_attended = max(self.most_attended, one.start + len(one.token_ids))
-        return super().forward(slices)
 
 
 def make(
@@ -253,14 +236,6 @@ def test_what_is_renewed_is_nobody_elses() -> None:
     assert proposer.counters["draft_prefix_cache_hits"] == 0
     short = view("c", [*tokens[:40], 3], ENDLESS)
     assert drafted(proposer, short) == drafted(make(window(16, 64)), short)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 KINDS_OF_POSITION = (

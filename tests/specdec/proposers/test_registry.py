@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,33 +24,23 @@ from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.tree.growth import levels_of
 from tests.architectures import VOCAB_SIZE, make_tokenizer, save_model
-from tests.specdec.proposers import (
-    test_draft_model,
-    test_features,
-    test_heads,
-    test_ngram,
-    test_none,
-    test_retrieval,
-    test_suffix,
-)
 from tests.specdec.proposers.contract import ProposerContract, view
-from tests.specdec.proposers.lookahead import test_proposer as test_lookahead
 
-CONTRACTS: Mapping[str, type[ProposerContract]] = {
-    "none": test_none.TestNoProposer,
-    "ngram": test_ngram.TestNgramProposer,
-    "suffix": test_suffix.TestSuffixContract,
-    "retrieval": test_retrieval.TestRetrievalContract,
-    "lookahead": test_lookahead.TestLookaheadProposer,
-    "draft_model": test_draft_model.TestDraftModelProposer,
-    "medusa": test_heads.TestMedusa,
-    "hydra": test_heads.TestHydra,
-    "parallel_heads": test_heads.TestParallelHeads,
-    "eagle": test_features.TestEagle,
-    "eagle3": test_features.TestEagle3,
-    "mtp": test_features.TestMtp,
+CONTRACTS: Mapping[str, str] = {
+    "none": "test_none.TestNoProposer",
+    "ngram": "test_ngram.TestNgramProposer",
+    "suffix": "test_suffix.TestSuffixContract",
+    "retrieval": "test_retrieval.TestRetrievalContract",
+    "lookahead": "lookahead.test_proposer.TestLookaheadProposer",
+    "draft_model": "test_draft_model.TestDraftModelProposer",
+    "medusa": "test_heads.TestMedusa",
+    "hydra": "test_heads.TestHydra",
+    "parallel_heads": "test_heads.TestParallelHeads",
+    "eagle": "test_features.TestEagle",
+    "eagle3": "test_features.TestEagle3",
+    "mtp": "test_features.TestMtp",
 }
-"""By method, who takes its proposer through the contract suite."""
+"""By method, who takes its proposer through the contract suite: a class of tests below this folder."""
 WITHOUT_CONTRACT = {*SELF_METHODS, "several"}
 """The target drafts, in its own step; and each of several is a proposer of those above."""
 TARGET = TargetFacts(vocab_size=VOCAB_SIZE, dtype="float32", max_num_seqs=4)
@@ -63,6 +54,10 @@ def test_every_method_of_the_configuration_has_a_proposer() -> None:
 def test_every_proposer_keeps_the_contract() -> None:
     assert set(CONTRACTS) | WITHOUT_CONTRACT == set(FACTORIES)
     assert not set(CONTRACTS) & WITHOUT_CONTRACT
+    for suite in CONTRACTS.values():
+        module, _, name = suite.rpartition(".")
+        kept_by = getattr(import_module(f"tests.specdec.proposers.{module}"), name)
+        assert issubclass(kept_by, ProposerContract)
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
@@ -94,6 +89,7 @@ def test_unknown_method() -> None:
             "less than or equal to 1",
         ),
         ({"rejection_sample_method": "standard"}, "there is no 'standard' here; write 'rejection'"),
+        ({"rejection_sample_method": "synthetic"}, "no 'synthetic' here; write synthetic_acceptance in its"),
         ({"rejection_sample_method": "coin"}, "Input should be 'sample_and_match', 'rejection', 'block'"),
         ({"rejection_sample_method": ["block"]}, "Input should be 'sample_and_match', 'rejection', 'block'"),
         ({"rejection_sample_method": {}}, "Input should be 'sample_and_match', 'rejection', 'block'"),
@@ -107,6 +103,20 @@ def test_unknown_method() -> None:
 def test_contradictions_about_the_rule(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SpeculativeConfig.model_validate(keys)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("revision", "main", "a model is a folder here, of one revision: write its path as `model`"),
+        ("kv_cache_dtype", "fp8", "K/V in the numbers that it runs in: leave it out"),
+        ("draft_sample_method", "greedy", "rejection_sample_method says how drafts are sampled, too: leave"),
+        ("synthetic_acceptance_length", 2.5, "write synthetic_acceptance, with the acceptance at each"),
+    ],
+)
+def test_keys_that_other_engines_have_are_explained(key: str, value: object, hint: str) -> None:
+    with pytest.raises(ValidationError, match=f"there is no key {key} here; .*{hint}"):
+        SpeculativeConfig.model_validate({"method": "draft_model", "model": "m", key: value})
 
 
 TREE = {"method": "draft_model", "model": "m", "num_speculative_tokens": 8}

@@ -22,6 +22,7 @@ from specdec.proposers.suffix_array import occurrences, occurs, sorted_suffixes
 from specdec.proposers.target_facts import TargetFacts
 from tests.architectures import VOCAB_SIZE, make_tokenizer
 from tests.specdec.proposers.contract import ProposerContract, view
+from tests.specdec.proposers.retrieval_configs import config_for
 
 TEXTS = [[1, 2, 3, 4, 5], [9, 2, 3, 4, 6, 1, 2, 3, 1, 2], [2, 3, 4, 5]]
 ANY = RetrievalConfig(path="unread", min_match_tokens=1, min_token_probability=0.0)
@@ -94,11 +95,6 @@ def test_short_matches_are_left_alone() -> None:
 def model(tmp_path: Path) -> str:
     make_tokenizer().save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
-
-
-def config_for(path: Path, **keys: object) -> RetrievalConfig:
-    cache = {"path": str(path), "cache_dir": str(path.parent / "kept")}
-    return RetrievalConfig.model_validate({**cache, **keys})
 
 
 def test_files_of_a_folder_are_found_again(tmp_path: Path, model: str) -> None:

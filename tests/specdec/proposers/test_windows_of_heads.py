@@ -28,24 +28,19 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.tree.growth import TreeShape
-from tests.specdec.proposers import test_features, test_heads
+from tests.specdec.proposers import feature_proposers, head_proposers
+from tests.specdec.proposers.best_tokens import best_of
+from tests.specdec.proposers.compiled_proposers import HOW, compiled, warm_sampler
 from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
-from tests.specdec.proposers.test_compiled_drafters import HOW, compiled, warm_sampler
-from tests.specdec.proposers.test_features import DYNAMIC, STATIC, best_of, make_drafter
-from tests.specdec.proposers.test_heads import NUM_HEADS, VOCAB
+from tests.specdec.proposers.feature_proposers import DYNAMIC, STATIC, make_drafter
+from tests.specdec.proposers.head_proposers import NUM_HEADS
+from tests.specdec.proposers.made_up_states import VOCAB
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
 HEADS = ("hydra++", "parallel_heads")
 SINK, BLOCK = 4, 4
 PIECE = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def window(budget: int, most: int = 8, sink: int = SINK) -> DraftWindow:
@@ -54,7 +49,7 @@ def window(budget: int, most: int = 8, sink: int = SINK) -> DraftWindow:
 
 
 def make(kind: str, its_window: DraftWindow | None, **more: Any) -> Proposer:
-    made = test_heads.make if kind in HEADS else test_features.make
+    made = head_proposers.make if kind in HEADS else feature_proposers.make
     return made(kind, window=its_window, **{"max_model_len": 400, **more})
 
 
@@ -105,9 +100,9 @@ def expected_chain(
     chain: list[int] = []
     for depth in range(num):
         if kind in HEADS:
-            logits = test_heads.logits_behind(kind, one.token_ids, chain, attention)
+            logits = head_proposers.logits_behind(kind, one.token_ids, chain, attention)
         else:
-            logits = test_features.logits_behind(make_drafter(kind), one.token_ids, chain, attention)
+            logits = feature_proposers.logits_behind(make_drafter(kind), one.token_ids, chain, attention)
         chain += best_of(logits, params, one.seed, one.committed_len + depth, 1)
     return chain
 
@@ -158,7 +153,7 @@ def test_nodes_of_a_tree_attend_to_what_chains_attend_to(shape: TreeShape) -> No
             paths[node] = [*paths[parent], token]
             children.setdefault(parent, []).append(token)
         for parent, its in children.items():
-            logits = test_features.logits_behind(drafter, tokens, paths[parent], attention)
+            logits = feature_proposers.logits_behind(drafter, tokens, paths[parent], attention)
             position = len(tokens) + len(paths[parent])
             assert set(its) <= set(best_of(logits, SAMPLED, one.seed, position, 3))
         num_read = len(tokens)
@@ -238,7 +233,7 @@ def test_the_pool_does_not_depend_on_how_long_texts_may_become(kind: str) -> Non
     its_window = window(32)
 
     def num_bytes(length: int, held: DraftWindow | None) -> int:
-        drafter = test_heads.make_heads(kind) if kind in HEADS else make_drafter(kind)
+        drafter = head_proposers.make_heads(kind) if kind in HEADS else make_drafter(kind)
         pool = DrafterPool(
             drafter,
             drafter.attention_layers,
@@ -289,7 +284,7 @@ def test_native_calls_draft_what_is_drafted_eagerly(
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("run eagerly")
 
-    module = test_heads.make_heads(kind) if kind in HEADS else make_drafter(kind)
+    module = head_proposers.make_heads(kind) if kind in HEADS else make_drafter(kind)
     for name in ("head", "prepare", "fuse", "step"):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, refuse)

@@ -24,11 +24,22 @@ from training.drafters.texts import is_held_out, read_documents, split
 class TestTexts:
     def test_every_kind_of_line(self, tmp_path: Path) -> None:
         tokenizer = make_tokenizer()
-        tokenizer.chat_template = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+        tokenizer.chat_template = (
+            "{% for m in messages %}[{{ {'system': 's', 'user': 'u', 'assistant': 'a'}[m['role']] }}"
+            "{{ m['content'] }}]{% endfor %}"
+        )
+        share_gpt = [
+            {"from": "system", "value": "i"},
+            {"from": "human", "value": "j"},
+            {"from": "gpt", "value": "k"},
+        ]
+        spec_forge = [{"role": "user", "content": "l"}, {"role": "assistant", "content": "m"}]
         lines = [
             {"text": "abc"},
             {"prompt": "de", "completion": "f"},
             {"messages": [{"role": "user", "content": "g"}, {"role": "assistant", "content": "h"}]},
+            {"id": "1", "conversations": share_gpt},
+            {"id": "2", "conversations": spec_forge},
         ]
         (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
         (tmp_path / "a.txt").write_text("xyz")
@@ -36,7 +47,14 @@ class TestTexts:
         (tmp_path / ".venv").mkdir()
         (tmp_path / ".venv" / "hidden.py").write_text("no")
         documents = read_documents([tmp_path], tokenizer)
-        assert [tokenizer.decode(document) for document in documents] == ["xyz", "abc", "def", "[g][h]"]
+        assert [tokenizer.decode(document) for document in documents] == [
+            "xyz",
+            "abc",
+            "def",
+            "[ug][ah]",
+            "[si][uj][ak]",
+            "[ul][am]",
+        ]
 
     def test_lines_of_json_end_at_line_feeds_alone(self, tmp_path: Path) -> None:
         """Strings may hold other characters that end lines as they are."""
@@ -64,6 +82,19 @@ class TestTexts:
             ("a.jsonl", '{"text": "ab"}\nno', r"a\.jsonl:2 is not JSON"),
             ("a.jsonl", '{"words": "ab"}', r"a\.jsonl:1 must be an object with"),
             ("a.jsonl", '{"messages": []}', "no chat template"),
+            ("a.jsonl", '{"conversations": [{"from": "gpt", "value": "ab"}]}', "no chat template"),
+            (
+                "a.jsonl",
+                '{"text": "ab"}\n'
+                '{"conversations": [{"from": "gpt", "value": "c"}, {"from": "tool", "value": "d"}]}',
+                r"a\.jsonl:2: conversations\[1\]\.from is 'tool'; known are human, user, gpt, assistant, sys",
+            ),
+            (
+                "a.jsonl",
+                '{"conversations": [{"from": "gpt", "content": "ab"}]}',
+                r'a\.jsonl:1: conversations\[0\] must be an object with "from" and "value"',
+            ),
+            ("a.jsonl", '{"conversations": ["ab"]}', r"a\.jsonl:1: conversations\[0\] must be an object"),
             ("a.txt", "", "no text in"),
             ("a.jsonl", '{"text": "ab"}\n{"text": "\\ud83d"}', r"a\.jsonl:2 has half of a surrogate pair"),
             ("a.jsonl", '{"prompt": "a", "completion": "\\udc00"}', r"a\.jsonl:1 has half of a surrogate"),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
-from tests.training.drafters.test_train import TINY, losses, options
+from tests.training.drafters.tiny_runs import TINY, losses, options
 from training.draft_distillation import SAMPLE_TEMPERATURES, cycled
 from training.drafters.acceptance import evaluate_language_model
 from training.drafters.draft_model import (
@@ -49,6 +50,62 @@ def test_it_begins_as_the_targets_first_layers(model: PreTrainedModel) -> None:
     torch.testing.assert_close(draft(tokens).logits, wanted)
     with pytest.raises(ConfigError, match="--num-layers 6: the target has 6; a draft model has fewer"):
         first_layers(model, 6)
+
+
+MIXTURE: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "mlp_layer_types": ["dense", *["sparse"] * 3],
+    "bos_token_id": 1,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+"""Of models that state of every layer what it is."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Mellum", {}),
+        ("ExaoneMoe", {}),
+        ("Cohere2Moe", {"prefix_dense_intermediate_size": 24}),
+        ("Laguna", {"num_attention_heads_per_layer": [2, 4, 2, 4], "shared_expert_intermediate_size": 8}),
+    ],
+)
+def test_the_first_layers_of_a_mixture_can_be_written(
+    tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**MIXTURE, **more))
+    draft = first_layers(target.eval(), 2).eval()
+    draft.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.mlp_layer_types == ["dense", "sparse"]
+    for name in ("layer_types", *(name for name, value in more.items() if isinstance(value, list))):
+        assert getattr(again.config, name) == getattr(target.config, name)[:2]
+    tokens = torch.arange(12)[None] + 5
+    torch.testing.assert_close(again(tokens).logits, draft(tokens).logits)
+
+
+def test_a_configuration_that_does_not_go_with_fewer_layers_is_told_at_once() -> None:
+    """Not when the model has been trained and is to be written."""
+    target = AutoModelForCausalLM.from_config(transformers.MellumConfig(**MIXTURE))
+    target.config.mlp_layer_types = target.config.mlp_layer_types[:3]
+    with pytest.raises(
+        ConfigError, match=r"can be cut from this target \(.*`mlp_layer_types` \(3\).*--start-from"
+    ):
+        first_layers(target, 2)
 
 
 def test_it_learns_and_is_written_as_an_ordinary_model(

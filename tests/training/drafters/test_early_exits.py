@@ -15,7 +15,7 @@ from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from tests.training.drafters.test_train import TINY, losses, options
+from tests.training.drafters.tiny_runs import TINY, losses, options
 from training.drafters.early_exits import EarlyExits
 from training.drafters.groundwork import Groundwork
 from training.drafters.recipe import DrafterRecipe

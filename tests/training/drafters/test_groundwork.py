@@ -19,7 +19,7 @@ from specdec.core.errors import CheckpointError, ConfigError
 from specdec.drafters.base import TargetParts
 from specdec.model.tokenizer import load_tokenizer
 from tests.architectures import make_model, make_tokenizer, save_model
-from tests.training.drafters.test_train import TINY, options
+from tests.training.drafters.tiny_runs import TINY, options
 from training.drafters import groundwork
 from training.drafters.folders import alone_in
 from training.drafters.groundwork import Groundwork

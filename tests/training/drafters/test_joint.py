@@ -19,7 +19,7 @@ from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
-from tests.training.drafters.test_train import TINY, losses, options
+from tests.training.drafters.tiny_runs import TINY, losses, options
 from training.drafters.joint import joint_loss
 from training.drafters.low_rank import LowRankAdditions
 from training.drafters.recipe import DrafterRecipe

@@ -18,7 +18,7 @@ from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle3 import Eagle3
 from tests.architectures import VOCAB_SIZE, make_model, save_model
-from tests.training.drafters.test_train import TINY, options
+from tests.training.drafters.tiny_runs import TINY, options
 from training.drafters.layers import llama_layers
 from training.drafters.methods import make_training
 from training.drafters.recipe import DrafterRecipe, Method

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.drafters.base import FINAL_NORM
 from tests.architectures import make_model, save_model
-from tests.training.drafters.test_train import TINY, options
+from tests.training.drafters.tiny_runs import TINY, options
 from training.drafters.capture import Capture
 from training.drafters.early_exits import EarlyExits
 from training.drafters.groundwork import Groundwork

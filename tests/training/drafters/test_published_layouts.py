@@ -20,7 +20,7 @@ from tests.architectures import make_model
 from tests.specdec.drafters import published
 from tests.specdec.drafters.conftest import randomize, tiny_config
 from tests.specdec.drafters.published import HIDDEN, KNOWN_IDS, LAYER_CONFIG, LAYERS, VOCAB, Tensors
-from tests.training.drafters.test_train import TINY
+from tests.training.drafters.tiny_runs import TINY
 from training.drafters.methods import Training, make_training
 from training.drafters.recipe import CheckpointLayout, DrafterRecipe, Method
 

@@ -18,7 +18,7 @@ from specdec.drafters.base import Drafter, TargetParts
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle import Eagle
-from tests.training.drafters.test_train import TINY, options
+from tests.training.drafters.tiny_runs import TINY, options
 from training.drafters.capture import Capture
 from training.drafters.drafting import draft_everywhere
 from training.drafters.layers import llama_layers

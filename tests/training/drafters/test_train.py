@@ -27,6 +27,8 @@ from specdec.drafters.checkpoints.hydra import save_hydra
 from specdec.drafters.checkpoints.registry import detect, load_drafter
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.mtp import Mtp
+from tests.pairwise import mostly_full
+from tests.training.drafters.tiny_runs import TINY, losses, options
 from training.drafters import acceptance, groundwork, train
 from training.drafters.acceptance import (
     acceptance_by_depth,
@@ -42,36 +44,11 @@ from training.drafters.options import TrainOptions
 from training.drafters.recipe import METHODS, CheckpointLayout, DrafterRecipe, Method
 from training.drafters.train import train_drafter
 
-TINY: dict[str, Any] = {
-    "steps": 6,
-    "row_length": 24,
-    "batch_rows": 4,
-    "depth": 3,
-    "warmup_steps": 2,
-    "muon_lr": 0.01,
-    "adamw_lr": 0.01,
-}
+BESIDE_THE_TARGET = sorted({*METHODS} - {"medusa2", "layerskip", "draft_model"})
+"""Methods that leave the target as it is and draft from its states; files of their own test the others."""
 
 
-def options(target: Path, texts: Path, out: Path, **changes: Any) -> TrainOptions:
-    made = TrainOptions(
-        target=target,
-        data=(texts,),
-        out=out / "out",
-        work=out / "work",
-        dtype="float32",
-        device="cpu",
-        eval_texts=2,
-        eval_tokens=12,
-    )
-    return dataclasses.replace(made, **changes)
-
-
-def losses(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "work" / "log.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("method", sorted({*METHODS} - {"medusa2", "layerskip", "draft_model"}))
+@pytest.mark.parametrize("method", BESIDE_THE_TARGET)
 def test_every_method_learns_and_writes_what_loads(
     method: Method, model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -105,15 +82,17 @@ def test_acceptance_is_measured_in_mixed_precision(
         assert reached == sorted(reached, reverse=True)
 
 
+@pytest.mark.parametrize("method", mostly_full(BESIDE_THE_TARGET, {"medusa", "eagle"}))
 def test_an_interrupted_run_ends_with_the_same_weights(
-    target_folder: Path, texts: Path, tmp_path: Path
+    method: Method, target_folder: Path, texts: Path, tmp_path: Path
 ) -> None:
-    recipe = DrafterRecipe(method="eagle", **(TINY | {"accumulate": 2}))
+    recipe = DrafterRecipe(method=method, **(TINY | {"accumulate": 2}))
 
     def run(name: str, **changes: Any) -> dict[str, torch.Tensor]:
         chosen = options(target_folder, texts, tmp_path / name, eval_texts=0, **changes)
         train_drafter(recipe, chosen)
-        return load_file(tmp_path / name / "out" / "model.safetensors")
+        (file,) = chosen.out.glob("*.safetensors")
+        return load_file(file)
 
     straight = run("straight")
     early = run("resumed", stop_after_step=2)
@@ -620,6 +599,26 @@ def test_the_command(target_folder: Path, texts: Path, tmp_path: Path) -> None:
     )
     assert missing.exit_code == 2
     assert "config.json" in missing.stderr
+
+
+def test_the_command_reads_lines_of_json(target_folder: Path, tmp_path: Path) -> None:
+    """Chats too, where the target has a template for them; what is wrong is told with its line."""
+    target = shutil.copytree(target_folder, tmp_path / "target")
+    (target / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    turns = [{"from": "human", "value": "abcdef" * 8}, {"from": "gpt", "value": "ghijkl" * 8}]
+    lines = [{"text": "mnopqr" * 16}, {"messages": [{"role": "user", "content": "stuvwx" * 16}]}]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("\n".join(map(json.dumps, [*lines, {"conversations": turns}])))
+    arguments = ["train", "medusa", "--target", str(target), "--data", str(data), "--dtype", "float32"]
+    sizes = ["--steps", "1", "--row-length", "24", "--batch-rows", "2", "--depth", "2", "--eval-texts", "0"]
+    done = CliRunner().invoke(app, [*arguments, *sizes, "--out", str(tmp_path / "heads")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "heads" / "medusa_lm_head.safetensors").exists()
+    with data.open("a") as file:
+        file.write('\n{"words": "yz"}')
+    wrong = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "others")])
+    assert wrong.exit_code == 2
+    assert f"{data}:4 must be an object with" in "".join(wrong.stderr.split("\n"))
 
 
 def test_options_of_single_methods_reach_their_recipes(

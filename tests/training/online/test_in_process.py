@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.core.errors import CheckpointError, ConfigError
 from specdec.core.idle_work import state_of
-from specdec.core.ids import RequestId
 from specdec.core.request import Request
-from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.kv.config import CacheConfig
@@ -23,12 +20,11 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.scheduling.config import SchedulerConfig
-from tests.training.online.domains import FORMER, LATTER, QUICK, Domain, model_of, save
+from tests.training.online.domain_requests import Tokens, plain_tokens, requests
+from tests.training.online.domains import FORMER, LATTER, QUICK, model_of, save
 from training.online.in_process import LearningProposer, learning_engine
 from training.online.load import load_trainer
 from training.online.pace import PacedTrainer
-
-Tokens = dict[RequestId, list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +48,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         cache=CacheConfig(num_blocks=256, block_size=4),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
-
-
-def requests(domain: Domain, number: int, name: str, *, seed: int = 0) -> list[Request]:
-    rng = random.Random(f"{name} {seed}")
-    return [
-        Request(
-            request_id=RequestId(f"{name}-{index}"),
-            prompt_token_ids=tuple(domain.text(rng, 4)),
-            params=SamplingParams(temperature=rng.choice([0.0, 0.7]), max_tokens=20, ignore_eos=True),
-            seed=rng.getrandbits(64),
-        )
-        for index in range(number)
-    ]
 
 
 class Learning:
@@ -107,18 +90,6 @@ def learning(config: EngineConfig) -> Iterator[Learning]:
     made = Learning(config)
     yield made
     made.engine.close()
-
-
-def plain_tokens(config: EngineConfig, wanted: list[Request]) -> Tokens:
-    tokens: Tokens = {request.request_id: [] for request in wanted}
-    plain = config.model_copy(update={"speculative_config": SpeculativeConfig(method="none")})
-    with Engine(plain) as engine:
-        for request in wanted:
-            engine.add_request(request)
-        while engine.has_work:
-            for output in engine.step():
-                tokens[output.request_id].extend(output.token_ids)
-    return tokens
 
 
 def test_acceptance_rises_after_a_shift_and_tokens_stay(config: EngineConfig, learning: Learning) -> None:

@@ -26,7 +26,7 @@ from specdec.model.runner import ModelRunner
 from tests.architectures import ARCHITECTURES, VARIED_ARCHITECTURES, VOCAB_SIZE, save_model, with_layers
 from tests.pairwise import mostly_full
 from tests.rank_pool import Failure, Pools
-from tests.specdec.model.parallel.test_parts import CONFIGS, SMALL, TOKENS, on_paper, save
+from tests.specdec.model.parallel.small_models import CONFIGS, SMALL, TOKENS, on_paper, save
 
 NUM_LAYERS = 5
 

@@ -17,7 +17,7 @@ from specdec.proposers.registry import create_proposer
 from specdec.proposers.target_facts import TargetFacts
 from specdec.tree.topology import path_of_tokens, topology_of
 from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
-from tests.specdec.proposers.lookahead.test_window import answers_of, say_by_last
+from tests.specdec.proposers.lookahead.answers import answers_of, say_by_last
 
 SMALL = LookaheadConfig(window_size=3, ngram_size=3, verification_set_size=4)
 WINDOW_ALONE = SMALL.model_copy(update={"reads_text": False})

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
-from specdec.core.rows_beside import RowsBeside
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookahead.window import advanced, begin, ngrams_of, rows_of
 from specdec.tree.topology import topology_of
+from tests.specdec.proposers.lookahead.answers import Say, answers_of, say_by_last
 
 SIZES = [(1, 3), (2, 3), (5, 4), (4, 6), (7, 5)]
-Say = Callable[[Sequence[int]], int]
-"""What a target says to a text."""
 
 
 def say(text: Sequence[int]) -> int:
     return hash(tuple(text)) % 101
-
-
-def say_by_last(text: Sequence[int]) -> int:
-    return (text[-1] * 2 + 5) % 101
-
-
-def answers_of(beside: RowsBeside, text: Sequence[int], target: Say) -> list[int]:
-    """What the target says at the answered rows, each behind its own path."""
-    topology = topology_of(beside.num_rows, beside.parents)
-    return [
-        target([*text, *(beside.token_ids[node] for node in topology.path(row))])
-        for row in range(beside.num_rows - beside.num_answered, beside.num_rows)
-    ]
 
 
 class Drawn:

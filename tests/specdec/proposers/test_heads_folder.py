@@ -1,0 +1,66 @@
+"""What a folder of heads holds is compared with what the configuration says, before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from safetensors.torch import save_file
+
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.drafters.checkpoints.registry import DrafterKind
+from specdec.proposers.config import HEAD_METHODS, SpeculativeConfig
+from specdec.proposers.heads_folder import open_heads
+from tests.specdec.drafters import published
+from tests.specdec.drafters.published import MODEL
+
+FOLDERS: dict[str, Any] = {
+    "medusa": published.medusa(),
+    "hydra": published.hydra(),
+    "eagle": published.eagle(),
+    "eagle3": published.eagle3(),
+    "eagle3 of speculators": published.speculators_eagle3(),
+    "mtp": ({"architectures": ["LlamaForCausalLM"]}, published.mtp_deepseek()),
+    "mtp of speculators": published.speculators_mtp(),
+    "parallel_heads": published.parallel_heads(),
+}
+
+
+def heads(method: str, folder: Path | None) -> SpeculativeConfig:
+    return SpeculativeConfig.model_validate({"method": method, "model": folder and str(folder)})
+
+
+def test_every_method_with_heads_has_a_kind_of_drafter() -> None:
+    assert set(get_args(DrafterKind)) == HEAD_METHODS
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_of_one_method(tmp_path: Path, name: str) -> None:
+    method = name.split(maxsplit=1)[0]
+    published.write(tmp_path, *FOLDERS[name], MODEL)
+    assert open_heads(heads(method, tmp_path), tmp_path / "target").path == tmp_path
+    for other in sorted(HEAD_METHODS - {method}):
+        with pytest.raises(ConfigError, match=rf"method: {other}, but .*: write method: {method}$"):
+            open_heads(heads(other, tmp_path), tmp_path / "target")
+
+
+def test_modules_are_looked_for_in_the_targets_folder(tmp_path: Path) -> None:
+    """In its own file or in one beside it; a folder that has none is told by name."""
+    one_layer = published.filled(published.layer_shapes("model.layers.0."))
+    published.write(tmp_path, {}, one_layer, MODEL)
+    with pytest.raises(ConfigError, match=r"mtp without `model` .* own folder, and .* holds none: give the"):
+        open_heads(heads("mtp", None), tmp_path)
+    save_file(published.mtp_deepseek(), tmp_path / "mtp.safetensors")
+    assert "model.layers.4.eh_proj.weight" in open_heads(heads("mtp", None), tmp_path).shapes
+    assert "model.layers.4.eh_proj.weight" in open_heads(heads("mtp", tmp_path), tmp_path / "other").shapes
+
+
+def test_kinds_that_are_not_supported_are_told(tmp_path: Path) -> None:
+    config, tensors = published.speculators_eagle3()
+    published.write(tmp_path, config | {"speculators_model_type": "peagle"}, tensors, MODEL)
+    with pytest.raises(CheckpointError, match="speculators_model_type is 'peagle'; one of eagle3, mtp is"):
+        open_heads(heads("eagle3", tmp_path), tmp_path / "target")
+    published.write(tmp_path, {}, published.filled({"some.weight": (2,)}), MODEL)
+    with pytest.raises(CheckpointError, match="holds no drafter of a known format"):
+        open_heads(heads("eagle3", tmp_path), tmp_path / "target")
