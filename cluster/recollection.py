@@ -2,8 +2,8 @@
 the stream that killed who served it.
 
 A client that comes back, through any ingress, shows which stream it had and proof that it was its own; with
-the tokens its stream is continued like any other that moves. Bounded in time (by each stream's own window,
-which begins with its end) and in memory.
+the tokens its stream is continued like any other that moves. Bounded in time (by each stream's own windows,
+which begin with its end) and in memory.
 """
 
 from __future__ import annotations
@@ -82,12 +82,16 @@ class FailedResponses:
         """Name of the choice and end of its window by response and proof, oldest first."""
 
     def keep(self, resumption: Resumption | None) -> None:
-        """Remember the response of a stream for its window; None: nobody can come back to it."""
+        """Remember the response of a stream while its client may come back; None: it never may.
+
+        That is as long as its tokens are kept, or generated again, which would take the next workers down.
+        """
         if resumption is None:
             return
         key = (response_of(resumption.name), resumption.proof)
         self._entries.pop(key, None)
-        self._entries[key] = resumption.name, self._clock.now_s() + resumption.window_s
+        window_s = max(resumption.window_s, resumption.replay_window_s)
+        self._entries[key] = resumption.name, self._clock.now_s() + window_s
         while len(self._entries) > self._max_responses:
             del self._entries[next(iter(self._entries))]
 

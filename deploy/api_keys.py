@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import secrets
 from pathlib import Path
 
+from deploy.openai.file_stamp import FileStamp, stamp_of
 from deploy.openai.keys import ApiKey, KeyRing, digest_api_key
 from specdec.core.errors import ConfigError
 from specdec.scheduling.admission import MAX_PRIORITY
@@ -155,7 +155,7 @@ class ApiKeysFile:
 
     def __init__(self, file: str | Path) -> None:
         self.path = Path(file)
-        self._seen: tuple[int, int, int, int] | None = None
+        self._seen: FileStamp | None = None
         self._unreadable: str | None = None
         """What was said last, while the file cannot be read."""
 
@@ -165,7 +165,7 @@ class ApiKeysFile:
         Raises:
             ConfigError: it is another one, and wrong, or it cannot be read. Said once per change.
         """
-        seen = self._look()
+        seen = stamp_of(self.path)
         if seen is not None and seen == self._seen:
             return None
         self._seen = seen
@@ -178,13 +178,6 @@ class ApiKeysFile:
             if self._unreadable == unreadable:
                 return None
             raise
-
-    def _look(self) -> tuple[int, int, int, int] | None:
-        try:
-            stat = os.stat(self.path)
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
 
 
 async def take_api_keys(keys_file: ApiKeysFile, ring: KeyRing) -> None:

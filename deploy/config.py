@@ -16,6 +16,7 @@ from deploy.openai.settings import (
     DEFAULT_MAX_CHOICES,
     DEFAULT_MAX_UNREAD_OUTPUTS,
     DEFAULT_RESUME_WINDOW_S,
+    DEFAULT_STREAM_KEEP_ALIVE_S,
     DEFAULT_WRITE_TIMEOUT_S,
 )
 from deploy.openai.tracing import TracingConfig
@@ -48,8 +49,8 @@ class HttpConfig(StrictConfig):
     port: int = Field(default=8000, ge=1, le=65535)
     """TCP port to listen on."""
     tls: TlsConfig | None = None
-    """Serve HTTPS with these files, read at the start; None: HTTP, for loopback or behind something that
-    ends TLS itself."""
+    """Serve HTTPS with these files, read again when they have been renewed; None: HTTP, for loopback or
+    behind something that ends TLS itself."""
     num_replicas: int = Field(default=1, ge=1)
     """Ingress replicas. With several, clients of one that dies find another at once; each grants an equal
     part of the limits of API keys."""
@@ -98,8 +99,14 @@ class HttpConfig(StrictConfig):
     """Longest time for one request in seconds, queueing included; None: no limit."""
     resume_window_s: float = Field(default=DEFAULT_RESUME_WINDOW_S, ge=0)
     """Seconds for which a client that lost its connection may go on with its stream, by sending the same
-    request with the header Last-Event-ID; for so long what was generated is kept. 0: nothing is, and no
-    stream can be resumed."""
+    request with the header Last-Event-ID; for so long what was generated is kept. Where it was lost with a
+    coordinator it is generated again, if the last event is not older than this and
+    `cluster.failover_timeout_s` together. 0: nothing is kept, and no stream can be resumed."""
+    stream_keep_alive_s: float | None = Field(default=DEFAULT_STREAM_KEEP_ALIVE_S, ge=0, le=3600)
+    """Seconds without a delivery after which a stream gets a comment, which clients skip: what is in front
+    cuts connections that bring nothing for a while (load balancers often after 60 seconds). A stream that
+    still waits for its first token then has status 200, and is refused by an error event. 0 or None: never;
+    else at least 1."""
     access_log: bool = False
     """Write a log line for each request to the API: route, status, seconds and ids, no text of it."""
     ray_metrics: bool = True
@@ -117,6 +124,15 @@ class HttpConfig(StrictConfig):
     def _check_origins(self) -> Self:
         if "*" in self.allowed_origins and len(self.allowed_origins) > 1:
             raise ValueError('allowed_origins: "*" allows all origins; name no others beside it')
+        return self
+
+    @model_validator(mode="after")
+    def _check_keep_alive(self) -> Self:
+        if self.stream_keep_alive_s and self.stream_keep_alive_s < 1:
+            raise ValueError(
+                f"stream_keep_alive_s: {self.stream_keep_alive_s:g} s is too short, since every stream that "
+                "waits is written to that often; give at least 1, or 0 for never"
+            )
         return self
 
     @model_validator(mode="after")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.config import HttpConfig, ServedModel
+from deploy.config import HttpConfig, ServedModel, TlsConfig
+from deploy.openai.certificates import CertificateFiles
 from deploy.openai.settings import DoorSettings
 from specdec.model.config import ModelConfig
 
@@ -25,7 +26,9 @@ def door_settings(http: HttpConfig, model: ServedModel) -> DoorSettings:
         max_unread_outputs=http.max_unread_outputs,
         max_deliveries_per_s=http.max_deliveries_per_s,
         niceness=http.niceness,
+        stream_keep_alive_s=http.stream_keep_alive_s or None,
         resume_window_s=http.resume_window_s,
+        failover_timeout_s=model.cluster.failover_timeout_s,
         takes_model_defaults=http.generation_config == "auto",
         share_prefixes_between_keys=http.share_prefixes_between_keys,
         request_classes=frozenset(http.request_classes),
@@ -33,8 +36,13 @@ def door_settings(http: HttpConfig, model: ServedModel) -> DoorSettings:
         ray_metrics=http.ray_metrics,
         tracing=http.tracing,
         allowed_origins=http.allowed_origins,
+        certificate=None if http.tls is None else _certificate_of(http.tls),
         parallelism=parallelism_of(model.engine.target),
     )
+
+
+def _certificate_of(tls: TlsConfig) -> CertificateFiles:
+    return CertificateFiles(certificate_file=tls.certificate_file, key_file=tls.key_file)
 
 
 def parallelism_of(target: ModelConfig) -> str:

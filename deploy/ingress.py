@@ -18,6 +18,7 @@ from cluster.config import ClusterConfig
 from deploy.api_keys import ApiKeysFile, follow_api_keys, take_api_keys
 from deploy.niceness import give_way
 from deploy.openai.app import DoorModel, create_app
+from deploy.openai.certificates import CertificateFiles, FollowedCertificate, expiry_timestamp_s
 from deploy.openai.errors import ApiError
 from deploy.openai.keys import KeyRing
 from deploy.openai.metrics import DoorMetrics
@@ -93,15 +94,16 @@ class IngressReplica:
         self._publishes = first.settings.ray_metrics
         tracing = first.settings.tracing
         self._tracing = None if tracing is None else Tracing.to_collector(tracing)
-        metrics = DoorMetrics()
-        first.service.share(metrics.report)
+        self._certificate = first.settings.certificate
+        self._metrics = DoorMetrics()
+        first.service.share(self._metrics.report)
         self._app = create_app(
             first.service,
             first.settings,
             first.tokenizer,
             self._ring,
             further,
-            metrics=metrics,
+            metrics=self._metrics,
             tracing=self._tracing,
         )
 
@@ -119,6 +121,8 @@ class IngressReplica:
         await asyncio.gather(*(service.wait_for_turn() for service in self._services))
         if self._publishes:
             self._tasks.append(asyncio.create_task(self._publish()))
+        if self._certificate is not None:
+            self._tasks.append(asyncio.create_task(tell_expiry(self._certificate, self._metrics)))
         return self._app
 
     def check_health(self) -> None:
@@ -149,3 +153,16 @@ class IngressReplica:
         await asyncio.gather(*(service.close() for service in self._services))
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+
+async def tell_expiry(files: CertificateFiles, metrics: DoorMetrics) -> None:
+    """Say when the certificate ends that clients are shown, until cancelled.
+
+    Nothing is said where this node has not the files, which are read where proxies are.
+    """
+    followed = FollowedCertificate(files, expiry_timestamp_s)
+    while True:
+        timestamp_s = await asyncio.to_thread(followed.current)
+        if timestamp_s is not None:
+            metrics.set_certificate_expiry(files.certificate_file, timestamp_s)
+        await asyncio.sleep(followed.look_s)

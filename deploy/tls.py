@@ -6,10 +6,8 @@ import ssl
 from pathlib import Path
 
 from deploy.config import TlsConfig
+from deploy.openai.certificates import greet, reason_of, trusting
 from specdec.core.errors import ConfigError
-
-_MAX_STEPS = 10
-"""Of a handshake in memory, which takes three."""
 
 
 def check_tls(tls: TlsConfig) -> None:
@@ -29,14 +27,10 @@ def own_context(tls: TlsConfig) -> ssl.SSLContext:
         ConfigError: the certificate cannot be read.
     """
     _readable("certificate_file", tls.certificate_file)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False  # it is reached by an address, and told by what it is
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
-        context.load_verify_locations(cafile=tls.certificate_file)
+        return trusting(tls.certificate_file)
     except ssl.SSLError as error:
         raise _not_pem("certificate_file", tls.certificate_file, "CERTIFICATE") from error
-    return context
 
 
 def _server_context(tls: TlsConfig) -> ssl.SSLContext:
@@ -63,20 +57,15 @@ def _server_context(tls: TlsConfig) -> ssl.SSLContext:
             ) from error
         raise ConfigError(
             f"http.tls: {certificate} (certificate_file) and {key} (key_file) cannot be used: "
-            f"{error.reason or error}"
+            f"{reason_of(error)}"
         ) from error
     return context
 
 
 def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, tls: TlsConfig) -> None:
     """Let a client and a server greet each other in memory: a certificate that has expired shows here."""
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
     try:
-        for _ in range(_MAX_STEPS):
-            ends = [end for end in ends if not _is_done(end)]
-            if not ends:
-                return
+        greet(server, client)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"http.tls.certificate_file: clients would refuse {tls.certificate_file}: {error.verify_message}"
@@ -84,16 +73,8 @@ def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext, tls: TlsConfig)
     except ssl.SSLError as error:
         raise ConfigError(
             f"http.tls: no client could speak with a server that has {tls.certificate_file}: "
-            f"{error.reason or error}"
+            f"{reason_of(error)}"
         ) from error
-
-
-def _is_done(end: ssl.SSLObject) -> bool:
-    try:
-        end.do_handshake()
-    except ssl.SSLWantReadError:
-        return False
-    return True
 
 
 class _PassphraseAsked(Exception):

@@ -187,6 +187,7 @@ class NetworkPolicy(Block):
     monitoring: list[Kubernetes] = []
     operator: list[Kubernetes] = []
     dns: list[Kubernetes] = []
+    dns_ports: list[Annotated[int, Field(ge=1, le=65535)]] = Field(min_length=1)
     extra_ingress: list[Kubernetes] = []
     extra_egress: list[Kubernetes] = []
 

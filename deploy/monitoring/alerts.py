@@ -27,6 +27,8 @@ _AT_REST = (
     f"{_10M.lowest('num_requests_without_group')} > 0)"
 )
 """There need not be a target group: nobody asks for one, or not for long."""
+_FORTNIGHT_S = 14 * 24 * 3600
+"""Who renews certificates by themselves does it a month before they end."""
 
 
 def _burns(
@@ -58,7 +60,7 @@ def _burns(
 
 
 def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
-    """Return the alerts about requests that fail."""
+    """Return the alerts about requests that fail, or will on a day that is known."""
     return (
         Alert(
             name="DrafthouseMetricsAbsent",
@@ -112,6 +114,16 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
             summary="{{ $labels.job }} ends requests because their time is up",
             description="For each request of {{ $labels.job }} that ends, {{ $value | humanize }} end for "
             "want of time (timeout_s, X-Request-Timeout, http.request_timeout_s).",
+        ),
+        Alert(
+            name="DrafthouseCertificateExpires",
+            expression=f"{_5M.least('tls_certificate_expiry_timestamp_seconds')} - time() < {_FORTNIGHT_S}",
+            lasting="1h",
+            severity="warning",
+            summary="{{ $labels.job }}: the TLS certificate ends in {{ $value | humanizeDuration }}",
+            description="Clients of {{ $labels.job }} are shown a TLS certificate that ends in {{ $value | "
+            "humanizeDuration }}. After that they fail, all of them. It has not been renewed, or what was "
+            "renewed has not come to the server.",
         ),
     )
 

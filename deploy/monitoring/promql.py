@@ -89,6 +89,11 @@ class Scope:
         selector = self._selector(PREFIX + name, where, exported)
         return self._together(f"min_over_time({selector}[{self.window}])", exported, ())
 
+    def least(self, name: str) -> str:
+        """Return the least that any scrape says of a gauge, of whatever labels: what is bad once is bad."""
+        exported = _checked(name, "gauge")
+        return f"min by ({JOB}) ({self._selector(PREFIX + name, '', exported)})"
+
     def rate(self, name: str, *, by: Sequence[str] = (), where: str = "") -> str:
         """Return by how much a counter grows per second, of those with more labels the sum."""
         return self._of_counter("rate", name, by, where)

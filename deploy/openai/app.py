@@ -237,7 +237,7 @@ class _Door:
         if names:
             self.metrics.set_models(*filter(None, names))
         together = {series: value for snapshot in snapshots for series, value in snapshot.items()}
-        return together | self.metrics.models()
+        return together | self.metrics.of_this_door()
 
     async def _snapshot(self, model: AnyModel) -> dict[str, float]:
         try:
@@ -357,14 +357,21 @@ class _Door:
             prepared = owned(
                 prepared, key.digest, shares_prefixes=shares_prefixes, min_priority=key.min_priority
             )
-        window_s = settings.resume_window_s
-        prepared = proved(prepared, None if key is None else key.digest, window_s)
+        replay_window_s = settings.replay_window_s
+        prepared = proved(
+            prepared,
+            None if key is None else key.digest,
+            settings.resume_window_s,
+            replay_window_s=replay_window_s,
+        )
         comeback = (
-            None if event_id is None else Comeback(event_id, prepared, window_s, description.max_model_len)
+            None
+            if event_id is None
+            else Comeback(event_id, prepared, replay_window_s, description.max_model_len)
         )
 
         def note_failure(error: Exception) -> None:
-            self._failed_for_good.note(prepared.response_id, error, window_s)
+            self._failed_for_good.note(prepared.response_id, error, replay_window_s)
 
         try:
             if comeback is not None:
@@ -402,13 +409,15 @@ class _Door:
                     self.metrics,
                     note_failure,
                     has_own_limit=prepared.limit_s != settings.request_timeout_s,
+                    keep_alive_s=settings.stream_keep_alive_s,
                 )
                 if comeback is not None:
                     delivered = comeback.delivered(prepared, model.tokenizer, description)
                     stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
                 deliveries = stream.deliveries()
                 try:
-                    # The status waits for the first delivery: a refusal is a 4xx, not an event in a 200.
+                    # The status waits for the first delivery: a refusal is a 4xx, not an event in a 200,
+                    # unless it comes after a silence that is too long for whoever is in front.
                     first = await until_client_leaves(anext(deliveries), receive)
                 except BaseException:
                     await deliveries.aclose()

@@ -1,20 +1,25 @@
-"""uvicorn's HTTP/1.1 with bounds on what a connection may hold that has no request at any door.
+"""uvicorn's HTTP/1.1 with bounds on what a connection may hold that has no request at any door, and with
+the TLS certificate that its files hold now.
 
 uvicorn appends headers without end, waits for the rest of them for ever, and keeps what a client does not
-fetch of a complete response for as long as that client likes; for none of it a key is asked for. Serve starts
-uvicorn itself, without a setting for the class: `install` says which one "auto" is.
+fetch of a complete response for as long as that client likes; for none of it a key is asked for. It reads a
+certificate once, and goes on showing it when it has been renewed, and has ended. Serve starts uvicorn itself,
+without a setting for the class: `install` says which one "auto" is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from deploy.openai.certificates import CertificateFiles, FollowedCertificate, load
 from deploy.openai.slow_readers import LEAST_BYTES_PER_S
 
 MAX_HEAD_BYTES = 64 << 10
@@ -37,6 +42,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        _follow_certificate(self.config)  # uvicorn makes a protocol before it greets its client
         self._num_head_bytes = 0
         """Of the message's lines that were parsed."""
         self._num_unparsed_bytes = 0
@@ -194,6 +200,36 @@ class BoundedHttp(HttpToolsProtocol):
 
 class _HeadTooLong(Exception):
     """Raised through the parser."""
+
+
+def _follow_certificate(config: uvicorn.Config) -> None:
+    """Have a server show the certificate that its files hold now, at every handshake from here on.
+
+    What the files hold is tried in a context of its own: one into which half of a pair was loaded could greet
+    nobody. The server's stays what connections come by, and is used while no other is of use.
+    """
+    if config.ssl is None or not config.ssl_certfile or config.ssl.sni_callback is not None:
+        return
+    certificate = str(config.ssl_certfile)
+    files = CertificateFiles(certificate_file=certificate, key_file=str(config.ssl_keyfile or certificate))
+    followed = FollowedCertificate(files, partial(_context_like, config))
+
+    def choose(connection: ssl.SSLObject, name: str | None, own: ssl.SSLContext) -> None:
+        connection.context = followed.current() or own
+
+    config.ssl.sni_callback = choose  # called whether or not the client names a server
+
+
+def _context_like(config: uvicorn.Config, files: CertificateFiles) -> ssl.SSLContext:
+    """Return a context with these files that is like the one that uvicorn has made."""
+    context = ssl.SSLContext(config.ssl_version)
+    load(context, files, config.ssl_keyfile_password)
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    if config.ssl_ca_certs:
+        context.load_verify_locations(config.ssl_ca_certs)
+    if config.ssl_ciphers:
+        context.set_ciphers(config.ssl_ciphers)
+    return context
 
 
 def install() -> None:

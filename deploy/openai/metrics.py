@@ -46,6 +46,7 @@ DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
     "streams_failed": ("code",),
     "http_client_timeouts": ("status",),
     "model_info": ("model_name",),
+    "tls_certificate_expiry_timestamp_seconds": ("certificate_file",),
     "api_key_tokens": ("key",),
     "api_key_refusals": ("key", "limit"),
 }
@@ -59,6 +60,7 @@ STREAM_FAILURES = (
     OUTPUT_TOO_LARGE,
     TIMED_OUT,
     SHUTTING_DOWN,
+    "not_ready",
     "unavailable",
 )
 """Codes by which failed streams are told apart; all others are `other`."""
@@ -70,6 +72,9 @@ _FROM_ZERO = ("429", "500", "503", _OUT_OF_TIME)
 and for Prometheus a counter that begins at fifty has not grown."""
 MODEL_LABEL = "model_name"
 _MODEL_INFO = "model_info"
+_CERTIFICATE_EXPIRY = "tls_certificate_expiry_timestamp_seconds"
+_OF_ONE_DOOR = (PREFIX + _MODEL_INFO, PREFIX + _CERTIFICATE_EXPIRY)
+"""Gauges that mean nothing added up with those of other doors."""
 _SERIES = re.compile(r"^(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(?P<labels>.*)\})?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -103,6 +108,12 @@ class DoorMetrics:
             PREFIX + _MODEL_INFO,
             "1 beside the loaded model's name.",
             ("model_name",),
+            registry=self.registry,
+        )
+        self._certificate_expiry = Gauge(
+            PREFIX + _CERTIFICATE_EXPIRY,
+            "When the TLS certificate ends that clients of this door are shown, in Unix time.",
+            DOOR_LABELS[_CERTIFICATE_EXPIRY],
             registry=self.registry,
         )
         self.aborted = self._counter("http_aborted_choices", "Choices whose client left before the end.")
@@ -150,22 +161,28 @@ class DoorMetrics:
         for model_name in model_names:
             self._model_info.labels(model_name).set(1)
 
-    def models(self) -> dict[str, float]:
-        """Return `model_info` by its keys."""
+    def set_certificate_expiry(self, certificate_file: str, timestamp_s: float) -> None:
+        """Say when the certificate ends that clients are shown: seconds of Unix time."""
+        self._certificate_expiry.labels(certificate_file).set(timestamp_s)
+
+    def of_this_door(self) -> dict[str, float]:
+        """Return, by its keys, what is not in `report`: the models' names and the certificate's end."""
         return {
-            _key(sample): sample.value for family in self._model_info.collect() for sample in family.samples
+            _key(sample): sample.value
+            for gauge in (self._model_info, self._certificate_expiry)
+            for family in gauge.collect()
+            for sample in family.samples
         }
 
     def report(self) -> DoorReport:
         """Return all values by name without prefix: what can be added to those of other doors.
 
-        What differs between doors for no reason but their start (`model_info`, when something was created)
-        is left out.
+        What cannot be (`of_this_door`, when something was created) is left out.
         """
         counters: dict[str, float] = {}
         gauges: dict[str, float] = {}
         for family in self.registry.collect():
-            if family.name == PREFIX + _MODEL_INFO:
+            if family.name in _OF_ONE_DOOR:
                 continue
             values = gauges if family.type == "gauge" else counters
             values.update((_key(sample), sample.value) for sample in _lasting(family))

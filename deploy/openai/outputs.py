@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Self
@@ -65,6 +66,8 @@ class ChoiceOutputs:
         """At most so many outputs, and what ended each choice."""
         self._is_pressing = asyncio.Event()
         """What waits is to be taken at once: a choice has ended, or much of it waits."""
+        self._has_come = asyncio.Event()
+        """Something waits to be taken."""
         self._timers: list[ChoiceTimer] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._num_unfinished = len(requests)
@@ -132,6 +135,19 @@ class ChoiceOutputs:
         for index, outputs in of_choices.items():
             self._timers[index].observe(*outputs)
 
+    async def is_silent(self, until_s: float) -> bool:
+        """Wait for something to be taken, until then (by the loop's clock); return whether nothing has come.
+
+        False at once where the request's time is up by then: whoever iterates waits no longer than that.
+        """
+        deadline_s = math.inf if self._deadline_s is None else self._deadline_s
+        if self.is_waiting or deadline_s <= until_s:
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                await self._has_come.wait()
+        return not self.is_waiting
+
     async def gather(self, seconds: float) -> None:
         """Let outputs come together for so long; less where a choice ends, or much waits."""
         with contextlib.suppress(TimeoutError):
@@ -146,10 +162,12 @@ class ChoiceOutputs:
             raise took_too_long(self._limit_s) from None
         if self._queue.empty():
             self._is_pressing.clear()
+            self._has_come.clear()
         return item
 
     def _put(self, item: tuple[int, RequestOutput] | Exception, *, is_last: bool) -> None:
         self._queue.put_nowait(item)
+        self._has_come.set()
         if is_last or self._queue.qsize() >= self._max_unread // 2:
             self._is_pressing.set()
 

@@ -94,7 +94,7 @@ class StreamOptions(BodyPart):
     """Put the usage so far into every chunk that has choices."""
     event_ids: bool = True
     """Give every event an id, behind which the stream can be resumed. Some clients take lines other than
-    `data:` for JSON: they need false."""
+    `data:` for JSON: they need false, which leaves comments (`http.stream_keep_alive_s`) out, too."""
     include_obfuscation: bool = False
     """Accepted and ignored: nothing is padded."""
 
@@ -130,10 +130,12 @@ class LatencyTargets(BodyPart):
     """How soon a client wants its tokens. What was taken in is served, be it late."""
 
     ttft_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Milliseconds to the first token: its prompt is read before others get draft tokens."""
+    """Milliseconds to the first token: its prompt is read before others get draft tokens. With
+    `scheduler.refuse_late` (the default) a request that is not expected to have it in time is refused."""
     itl_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Milliseconds between two events of the stream: drafting makes no round longer than that, as long as
-    rounds without drafts are not."""
+    """Milliseconds between two events of the stream: with `speculative_config.controller: goodput` (the
+    default) rounds are not made longer than that by drafting, as far as their time is foreseen, unless rounds
+    without drafts already are. With `fixed` it changes nothing."""
 
 
 class GenerationBody(GrammarFields):

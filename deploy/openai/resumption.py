@@ -9,8 +9,8 @@ An event id is `RESPONSE:POSITIONS:SECONDS:CHECK`.
 
 A client that repeats its request with the id of the last event that it has (`Last-Event-ID`) gets the rest.
 What was delivered is asked of the coordinators; where none knows it any more (it died too), it is generated
-again, which by the token function gives the same tokens. In either case the digests in the id decide whether
-they are the same: a stream goes on exactly, or not at all.
+again, if the event is not too old, which by the token function gives the same tokens. In either case the
+digests in the id decide whether they are the same: a stream goes on exactly, or not at all.
 """
 
 from __future__ import annotations
@@ -128,8 +128,17 @@ def format_event_id(
     return f"{prepared.response_id}:{where}:{seconds}:{prepared.proof.hex()[:8]}{checks}".encode()
 
 
-def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: float) -> PreparedRequest:
-    """Say of a request whose it is, so that its client, and nobody else, can come back to it."""
+def proved(
+    prepared: PreparedRequest,
+    api_key_digest: bytes | None,
+    window_s: float,
+    *,
+    replay_window_s: float = 0.0,
+) -> PreparedRequest:
+    """Say of a request whose it is, so that its client, and nobody else, can come back to it.
+
+    `window_s` and `replay_window_s` are those of its `Resumption`; without the first there is none.
+    """
     body = prepared.body
     # Each once: choices share them, and may be hundreds.
     distinct = {id(request.params): request.params for request in prepared.requests}
@@ -155,7 +164,13 @@ def proved(prepared: PreparedRequest, api_key_digest: bytes | None, window_s: fl
         has_event_ids=True,
         requests=tuple(
             msgspec.structs.replace(
-                request, resumption=Resumption(name=request.request_id, proof=proof, window_s=window_s)
+                request,
+                resumption=Resumption(
+                    name=request.request_id,
+                    proof=proof,
+                    window_s=window_s,
+                    replay_window_s=replay_window_s,
+                ),
             )
             for request in prepared.requests
         ),
@@ -170,9 +185,12 @@ class Comeback:
     """A client that has come back with the id of the last event that it has."""
 
     def __init__(
-        self, event_id: EventId, prepared: PreparedRequest, window_s: float, max_model_len: int
+        self, event_id: EventId, prepared: PreparedRequest, replay_window_s: float, max_model_len: int
     ) -> None:
         """Check that both belong together; `prepared` is the repeated request, `proved`.
+
+        For `replay_window_s` after its last event a stream that nobody remembers is generated again; 0:
+        nothing is resumed here.
 
         What the id says of positions is the client's word: none beyond what the request may have is taken.
 
@@ -181,7 +199,7 @@ class Comeback:
         """
         if not prepared.body.stream:
             raise _refusal(400, "Only streams can be resumed: give stream: true, as before.", "invalid")
-        if window_s <= 0:
+        if replay_window_s <= 0:
             raise _refusal(400, "This server does not resume streams (http.resume_window_s is 0).", "invalid")
         is_possible = event_id.is_ended or (
             len(event_id.positions) == len(prepared.requests)
@@ -199,7 +217,7 @@ class Comeback:
             )
         self._event_id = event_id
         self._prepared = prepared
-        self._window_s = window_s
+        self._replay_window_s = replay_window_s
 
     @property
     def is_ended(self) -> bool:
@@ -231,11 +249,11 @@ class Comeback:
         known = await self._recall(service, wanted)
         missing = [index for index in wanted if index not in known]
         if missing:
-            if time.time() - self._event_id.sent_s > self._window_s:
+            if time.time() - self._event_id.sent_s > self._replay_window_s:
                 raise _refusal(
                     410,
-                    f"The stream was interrupted more than {self._window_s:g} s ago and is forgotten. "
-                    f"Send the request again without {HEADER}.",
+                    f"The event was sent more than {self._replay_window_s:g} s ago, and its stream is "
+                    f"forgotten. Send the request again without {HEADER}.",
                     "expired",
                 )
             with usage:

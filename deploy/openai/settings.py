@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from deploy.openai.certificates import CertificateFiles
 from deploy.openai.keys import ApiKey
 from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
 from deploy.openai.tracing import TracingConfig
@@ -18,6 +19,7 @@ DEFAULT_BODY_TIMEOUT_S = 60.0
 DEFAULT_WRITE_TIMEOUT_S = 30.0
 DEFAULT_MAX_UNREAD_OUTPUTS = 512
 DEFAULT_RESUME_WINDOW_S = 60.0
+DEFAULT_STREAM_KEEP_ALIVE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,12 @@ class DoorSettings:
     """Deliveries of all streams together, per second: with many, each gets more at a time, less often."""
     niceness: int = 0
     """How far the door's process gives way to others."""
+    stream_keep_alive_s: float | None = DEFAULT_STREAM_KEEP_ALIVE_S
+    """Seconds without a delivery after which a stream gets a comment; None: it never does."""
     resume_window_s: float = DEFAULT_RESUME_WINDOW_S
     """Seconds for which a client that lost its connection may go on with its stream; 0: it may not."""
+    failover_timeout_s: float = 0.0
+    """Seconds for which streams wait for another coordinator when theirs is lost."""
     api_keys: tuple[ApiKey, ...] = ()
     """API keys that are accepted; empty: no key is asked for, unless the door has a ring of its own, with the
     keys of a file."""
@@ -66,8 +72,19 @@ class DoorSettings:
     """Where traces of requests go; None: there are none."""
     allowed_origins: tuple[str, ...] = ()
     """Web sites whose pages may send requests; `*`: all."""
+    certificate: CertificateFiles | None = None
+    """What clients are shown by the proxy in front of the door, which says when it ends; None: HTTP."""
     parallelism: str = "tp1"
     """How the target is split, for `system_fingerprint`."""
+
+    @property
+    def replay_window_s(self) -> float:
+        """Seconds after its last event for which a stream is generated again that nobody remembers; 0: never.
+
+        Who remembered it is lost then: it may have waited for another coordinator before it was cut off, and
+        nobody can come back before there is one.
+        """
+        return self.resume_window_s + self.failover_timeout_s if self.resume_window_s > 0 else 0.0
 
     def model_name(self, description: TargetDescription) -> str:
         """Return the name that clients call the loaded model by."""

@@ -3,7 +3,8 @@
 Every event but `[DONE]` carries an id that begins with `RESPONSE:N[,N...]`: the response id and, per choice,
 how many generated tokens the events up to this one account for. It says where a reconnecting client
 (`Last-Event-ID`) is; `resumption` has the rest of it. There are none where streams cannot be resumed, or
-where the client wants none.
+where the client wants none. Between events there are comments where nothing has come for a while, so that
+nobody in front takes the connection for dead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -39,6 +41,9 @@ from specdec.core.outputs import RequestOutput
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
+_KEEP_ALIVE = b": keep-alive\n"
+"""A line of the event to come, which clients skip. An empty line behind it would be the end of an event, for
+some of one that has no data: OpenAI's client takes the last id that has come for its beginning."""
 _LINE_ENDS = tuple((one.encode(), b"\\u%04x" % ord(one)) for one in "\x85\u2028\u2029")
 """What some clients take for the end of a line, though it is none in server-sent events (httpx's
 `iter_lines`), and how JSON writes it so that nobody does. In UTF-8 no other character holds these bytes."""
@@ -88,11 +93,13 @@ class EventStream:
         on_failure: Callable[[Exception], None] = lambda _: None,
         *,
         has_own_limit: bool = False,
+        keep_alive_s: float | None = None,
     ) -> None:
         """`outputs` are those of all requests of `prepared`; `pace` and `metrics` are those of the door.
 
         `on_failure` hears what ends the stream once it has begun: nobody else does. With `has_own_limit` the
-        client gave it less time than the server does: that this is up is no failure of ours.
+        client gave it less time than the server does: that this is up is no failure of ours. `keep_alive_s`
+        without a delivery bring a comment; None: they do not.
         """
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
@@ -102,6 +109,10 @@ class EventStream:
         self._metrics = metrics
         self._on_failure = on_failure
         self._has_own_limit = has_own_limit
+        # Who wants no ids takes every line for JSON.
+        self._keep_alive_s = (
+            math.inf if keep_alive_s is None or not prepared.body.wants_event_ids else keep_alive_s
+        )
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -124,20 +135,27 @@ class EventStream:
             self._chunks.skip(index, what.token_ids, what.text, what.finish_reason)
 
     async def deliveries(self) -> AsyncGenerator[bytes]:
-        """Yield encoded events, those together that are there at once; the first when there is an output.
+        """Yield encoded events, those together that are there at once, and a comment after each silence.
 
-        Until then a failure is raised (it becomes a status code); afterwards it becomes an error event.
+        Until the first of either a failure is raised (it becomes a status code); afterwards it becomes an
+        error event.
         """
-        is_open = False
+        has_begun = is_open = False
+        keep_alive = _KeepAlive(self._keep_alive_s)
         events: list[bytes] = []
         taken: list[tuple[int, RequestOutput]] = []
         """What is in `events`."""
         with self._pace.stream():
             async with self._outputs as outputs:
                 try:
-                    async for running, output in outputs:
+                    while not outputs.is_complete:
+                        if await outputs.is_silent(keep_alive.due_s):
+                            has_begun = True
+                            yield keep_alive.or_comment(b"")
+                            continue
+                        running, output = await anext(outputs)
                         if not is_open:
-                            is_open = True
+                            has_begun = is_open = True
                             events += self._openings()
                         events += self._events_of(self._running[running], output)
                         taken.append((running, output))
@@ -145,11 +163,11 @@ class EventStream:
                             continue
                         outputs.note_delivery(taken)
                         taken.clear()
-                        yield b"".join(events)
+                        yield keep_alive.or_comment(b"".join(events))
                         events.clear()
                         await outputs.gather(self._pace.interval_s)
                 except Exception as error:
-                    if not is_open:
+                    if not has_begun:
                         raise
                     events.append(self._error_event(error))
                 else:
@@ -206,6 +224,24 @@ class EventStream:
         if api_error.status >= 500 and code != SLOW_READER:  # the client's own doing, counted as such
             self._metrics.note_failed_stream(code, has_own_limit=self._has_own_limit)
         return self._event(api_error.body())
+
+
+class _KeepAlive:
+    """When a stream is to get a comment, also where outputs come that clients see nothing of: a tool call is
+    delivered when it is complete."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self.due_s = asyncio.get_running_loop().time() + after_s
+        """By the loop's clock."""
+
+    def or_comment(self, delivery: bytes) -> bytes:
+        """Return what is to be written now: a comment instead of an empty delivery, if one is due."""
+        now_s = asyncio.get_running_loop().time()
+        if not delivery and now_s < self.due_s:
+            return delivery
+        self.due_s = now_s + self._after_s
+        return delivery or _KEEP_ALIVE
 
 
 class EventStreamResponse(Response):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.desk import RequestDesk
-from cluster.recollection import Recollection
+from cluster.recollection import FailedResponses, Recollection
 from specdec.core.clock import ManualClock
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput
@@ -57,6 +57,23 @@ def test_memory_is_bounded_and_the_oldest_go_first() -> None:
     assert [recollection.recall(str(n), b"mine") is not None for n in (97, 98, 99)] == [False, True, True]
     recollection.keep(known_by("huge"), range(11))
     assert recollection.num_tokens == 0
+
+
+def test_what_killed_who_served_it_is_known_for_as_long_as_it_could_be_generated_again() -> None:
+    clock = ManualClock()
+    failed = FailedResponses(clock)
+    failed.keep(Resumption(name="cmpl-ab-0", proof=b"mine", window_s=60.0, replay_window_s=360.0))
+    failed.keep(known_by("cmpl-cd-0"))
+    clock.advance(61)
+    others = FailedResponses(clock)
+    for resumption in failed.kept():
+        others.keep(resumption)
+    for one in (failed, others):
+        assert one.has("cmpl-ab-1", b"mine")
+        assert not one.has("cmpl-cd-0", b"mine")
+    clock.advance(300)
+    assert not failed.has("cmpl-ab-0", b"mine")
+    assert not others.has("cmpl-ab-0", b"mine")
 
 
 class Desk:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import ClusterConfig
 from deploy.config import DrafthouseConfig, HttpConfig
 from deploy.door_settings import door_settings
 from specdec.model.config import ModelConfig
@@ -23,6 +28,28 @@ def test_door_settings_follow_the_configuration() -> None:
     assert not settings.api_keys, "doors read them themselves"
     assert not settings.share_prefixes_between_keys
     assert door_settings(HttpConfig(share_prefixes_between_keys=True), model).share_prefixes_between_keys
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [({}, 15), *[({"stream_keep_alive_s": s}, s or None) for s in (0, None, 1, 3600)]]
+)
+def test_a_door_is_told_when_silent_streams_get_a_comment(given: dict[str, Any], told: float | None) -> None:
+    http = HttpConfig.model_validate(given)
+    (model,) = DrafthouseConfig(target=ModelConfig(model="x"), http=http).served_models()
+    assert door_settings(http, model).stream_keep_alive_s == told
+
+
+@pytest.mark.parametrize("seconds", [-1, 0.5, 3601])
+def test_silences_have_bounds(seconds: float) -> None:
+    with pytest.raises(ValidationError, match="stream_keep_alive_s"):
+        HttpConfig(stream_keep_alive_s=seconds)
+
+
+def test_a_stream_can_be_resumed_once_there_is_another_coordinator() -> None:
+    cluster = ClusterConfig(failover_timeout_s=900)
+    (model,) = DrafthouseConfig(target=ModelConfig(model="x"), cluster=cluster).served_models()
+    assert door_settings(HttpConfig(resume_window_s=20), model).replay_window_s == 920
+    assert door_settings(HttpConfig(resume_window_s=0), model).replay_window_s == 0
 
 
 def test_no_more_choices_than_there_is_room_for() -> None:

@@ -21,7 +21,8 @@ import torch
 
 from deploy.config_file import load_config
 from tests.architectures import save_model
-from tests.deploy.test_serve import HEADERS_THAT_SERVE_READS, Server, launch, raw_answer
+from tests.deploy.raw_headers import HEADERS_THAT_SERVE_READS, raw_answer
+from tests.deploy.serve_process import Server, launch
 from tests.http_load import LIMIT_S, NUM_CLIENTS, Load, Wanted, connected, wanted_of
 from tests.ports import free_port
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from specdec.core.errors import CapacityError
 from specdec.model.config import ModelConfig
 from specdec.transport.messages import DoorReport
 from tests.architectures import make_tokenizer
+from tests.deploy.certificates import make_certificate
 from tests.deploy.openai.fakes import ScriptedService
 
 
@@ -171,6 +174,36 @@ def test_a_door_that_cannot_read_its_keys_accepts_none_until_it_can(
                     await asyncio.sleep(0.01)
             assert (await ask(revoked)).status_code == 401
             assert (await client.get("/health")).status_code == 200
+        await replica_class().__del__(replica)
+
+    asyncio.run(run())
+
+
+def test_a_door_says_when_the_certificate_ends_that_clients_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress, "ClusterService", ScriptedCluster)
+    monkeypatch.setattr(ingress, "HuggingFaceTokenizer", OnThisNode)
+    monkeypatch.setattr(ingress, "prepare_logging", lambda part: None)
+    tls = make_certificate(tmp_path, days=30)
+    config = DrafthouseConfig(target=ModelConfig(model="x"), http=HttpConfig(tls=tls))
+    settings: DoorSettings = pickle.loads(pickle.dumps(door_settings(config.http, config.served_models()[0])))
+    line = re.compile(
+        r'^ray_drafthouse_tls_certificate_expiry_timestamp_seconds{certificate_file="(.*)"} (\S+)$',
+        re.MULTILINE,
+    )
+
+    async def run() -> None:
+        replica = replica_of(config, settings)
+        app = await replica.__serve_build_asgi_app__()
+        async with (
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client,
+            asyncio.timeout(20),
+        ):
+            while (told := line.search((await client.get("/metrics")).text)) is None:
+                await asyncio.sleep(0.01)
+        assert told[1] == tls.certificate_file
+        assert float(told[2]) == pytest.approx(time.time() + 30 * 86400, abs=120)
         await replica_class().__del__(replica)
 
     asyncio.run(run())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from deploy.config_file import load_config
 from specdec.core.sampling_params import SamplingParams
@@ -16,6 +14,7 @@ from specdec.engine.metrics.engine_metrics import EngineMetrics
 from specdec.model.config import CompileConfig
 from specdec.proposers.config import SpeculativeConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 CONFIGS = Path(__file__).parents[2] / "configs"
 SCENARIOS = (
     "magicdec-long-context",
@@ -27,14 +26,6 @@ SCENARIOS = (
 )
 EAGER = CompileConfig(mode="off")
 NUM_TOKENS = 12
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def engine_config(name: str) -> EngineConfig:

@@ -39,6 +39,7 @@ def published(*snapshots: dict[str, float]) -> list[Recorded]:
 def test_names_labels_and_values_are_those_of_the_text() -> None:
     door = DoorMetrics()
     door.set_models("m")
+    door.set_certificate_expiry("/etc/tls.crt", 1.8e9)
     door.http_requests.labels("/v1/completions", "200").inc(3)
     door.time_to_first_token.observe(0.3)
     of_groups = {
@@ -48,7 +49,7 @@ def test_names_labels_and_values_are_those_of_the_text() -> None:
         'speculation_state{mode="ping_pong",reason="gain"}': 1.0,
     }
     report = door.report()
-    snapshot = {**of_groups, **report.counters, **report.gauges, **door.models()}
+    snapshot = {**of_groups, **report.counters, **report.gauges, **door.of_this_door()}
     of_ray = {
         ("ray_" + one.name, tags): value for one in published(snapshot) for tags, value in one.values.items()
     }

@@ -71,6 +71,7 @@ def test_models_that_this_node_has_not_are_not_checked_and_that_is_told(
 ) -> None:
     monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own: own)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr("deploy.serve_config._get_global_client", lambda **_: None)
     arguments = serve_config(models)["applications"][0]["args"]
     build(arguments)
     assert not caplog.records

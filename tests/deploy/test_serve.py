@@ -6,24 +6,17 @@ import asyncio
 import contextlib
 import json
 import os
-import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 import torch
 
@@ -31,119 +24,14 @@ from benchmarks.reconnecting import Reading, read_stream
 from deploy.config_file import load_config
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
-from tests.architectures import make_model, save_model
-from tests.ports import free_port
+from tests.architectures import make_model
+from tests.deploy.raw_headers import HEADERS_THAT_SERVE_READS, raw_answer
+from tests.deploy.serve_process import STOP_S, Server, prompts, start
 from tests.strangers import require_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
-_MARK = "DRAFTHOUSE_TEST_RUN"
-_START_S = 240
-_STOP_S = 60
 _MAX_KILLS = 5
 _ABORTED = 'request_success_total{finished_reason="abort"}'
-
-
-@dataclass
-class Server:
-    """A running `drafthouse serve`."""
-
-    process: subprocess.Popen[str]
-    mark: str
-    url: str
-    config: Path
-    log: Path
-    ray_folder: Path
-
-    def processes(self) -> list[psutil.Process]:
-        """All processes that this run started, whoever their parent is now."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def wait_all_gone(self) -> None:
-        """Check that nothing is left soon: what Ray's own children start late ends when it sees them gone."""
-        until_s = time.monotonic() + _STOP_S
-        while left := self.processes():
-            assert time.monotonic() < until_s, [process.cmdline() for process in left]
-            time.sleep(0.1)
-
-    def clean_up(self) -> None:
-        """Stop whatever is left."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(_STOP_S)
-        for process in self.processes():
-            process.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        shutil.rmtree(self.ray_folder)
-
-    def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines()
-        values = [float(line.split()[-1]) for line in lines if line.startswith(f"ray_drafthouse_{name} ")]
-        return sum(values)
-
-
-def start(folder: Path, controller: str = "fixed", home: Path | None = None) -> Server:
-    """Start the command on tiny models and wait until it prints its URL."""
-    save_model(folder / "target", seed=1)
-    save_model(folder / "draft", seed=1)
-    text = f"""\
-target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
-speculative_config:
-  method: draft_model
-  model: draft
-  num_speculative_tokens: 3
-  controller: {controller}
-  num_threads: 1
-  compile: {{mode: "off"}}
-cache: {{num_blocks: 128, block_size: 8}}
-cluster: {{drain_timeout_s: 3}}
-http: {{port: {free_port()}, served_model_name: tiny}}
-"""
-    # Short: Ray puts Unix sockets below it, whose paths may have 107 bytes.
-    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")), home)
-
-
-def launch(folder: Path, text: str, ray_folder: Path, home: Path | None = None) -> Server:
-    """Start the command with a configuration and wait until it prints its URL.
-
-    With a home folder of its own it finds a token for Ray, or makes one; else Ray does without.
-    """
-    config = folder / "config.yaml"
-    config.write_text(text)
-    mark, log = uuid.uuid4().hex, folder / "log"
-    environment = os.environ | {_MARK: mark, "RAY_TMPDIR": str(ray_folder), "RAY_AUTH_MODE": "disabled"}
-    if home is not None:
-        del environment["RAY_AUTH_MODE"]
-        environment["HOME"] = str(home)
-    command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve"]
-    with log.open("w") as log_stream:
-        process = subprocess.Popen(
-            [*command, str(config), "--num-cpus", "2"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log_stream,
-            text=True,
-            # A group of its own, so that Ctrl-C can be played to all of it as a terminal does.
-            start_new_session=True,
-        )
-    assert process.stdout is not None
-    # Ends the wait when the command never gets there; a ready one is stopped by its test.
-    watchdog = subprocess.Popen(["sh", "-c", f"sleep {_START_S} && kill -TERM {process.pid}"])
-    first_line = process.stdout.readline()
-    watchdog.kill()
-    watchdog.wait()
-    server = Server(process, mark, first_line.strip().removesuffix("/v1"), config, log, ray_folder)
-    if not first_line:
-        server.clean_up()
-        pytest.fail(f"the command ended with {process.returncode}: {log.read_text()}")
-    return server
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +56,6 @@ def engine(server: Server) -> Iterator[Engine]:
     with Engine(load_config(server.config).engine()) as engine:
         yield engine
     torch.set_num_threads(threads)
-
-
-def prompts(number: int) -> list[list[int]]:
-    generator = random.Random(3)
-    return [[generator.randrange(2, 128) for _ in range(generator.randrange(1, 60))] for _ in range(number)]
 
 
 def test_curl_line_works(server: Server) -> None:
@@ -270,26 +153,6 @@ def test_bad_requests_are_answered_and_named(server: Server, client: openai.Open
         model="tiny", prompt="ab", max_tokens=2, extra_body={"ignore_eos": True}
     )
     assert completion.choices[0].text
-
-
-def raw_answer(url: str, *headers: bytes) -> bytes:
-    """Return what is answered to a request with headers that no library would send."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    lines = (b"GET /v1/models HTTP/1.1", b"Host: x", *headers, b"Connection: close", b"", b"")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(b"\r\n".join(lines))
-        parts = []
-        while part := connection.recv(1 << 16):
-            parts.append(part)
-    return b"".join(parts)
-
-
-HEADERS_THAT_SERVE_READS = (
-    (b"X-Request-ID: \xff",),
-    (b"X-Request-ID: a", b"X-Request-ID: \xff"),
-    (b"serve_multiplexed_model_id: \xff", b"X-Session-ID: \xff"),
-    (b"X-Request-Timeout-Seconds: 0.000001", b"X-Request-Disconnect-Disabled: \xff"),
-)
 
 
 @pytest.mark.parametrize("headers", HEADERS_THAT_SERVE_READS)
@@ -436,7 +299,7 @@ def test_a_dead_raylet_ends_the_command_with_a_message(tmp_path: Path) -> None:
     try:
         (raylet,) = (process for process in server.processes() if process.name() == "raylet")
         raylet.kill()
-        assert server.process.wait(_STOP_S) == 1
+        assert server.process.wait(STOP_S) == 1
         assert (
             f"error: raylet (process {raylet.pid}) of the local Ray cluster has died"
             in server.log.read_text()
@@ -454,7 +317,7 @@ def stop_gracefully(server: Server, number: signal.Signals) -> None:
         while server.metric("num_requests_running") == 0 and not running.done():
             time.sleep(0.02)
         os.killpg(server.process.pid, number)
-        assert server.process.wait(_STOP_S) == 0, server.log.read_text()
+        assert server.process.wait(STOP_S) == 0, server.log.read_text()
         assert "[DONE]" in running.result().text
     assert "stopped" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from ray import serve
+from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
+from deploy.config import TlsConfig
 from deploy.serve_config import _being_deployed, build, parse_arguments
 from specdec.core.errors import ConfigError
 
@@ -63,6 +65,23 @@ def test_nothing_is_built_without_the_keys(tmp_path: Path) -> None:
     http = {"api_keys_file": str(tmp_path / "keys")}
     with pytest.raises(ConfigError, match=r"keys cannot be read: No such file"):
         build({"config": TARGET | {"http": http}})
+
+
+@pytest.mark.parametrize("files", [None, ("/etc/tls.crt", "/etc/tls.key")], ids=["http", "https"])
+def test_doors_are_told_by_which_files_serve_listens(
+    files: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say when the certificate ends. The file of the application cannot: it is Serve that listens."""
+    options = HTTPOptions()
+    if files is not None:
+        options = HTTPOptions(ssl_certfile=files[0], ssl_keyfile=files[1])
+    client = SimpleNamespace(http_config=options)
+    monkeypatch.setattr("deploy.serve_config._get_global_client", lambda **_: client)
+    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own: config)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    built: Any = build({"config": TARGET, "insecure": True})
+    expected = None if files is None else TlsConfig(certificate_file=files[0], key_file=files[1])
+    assert built.http.tls == expected
 
 
 def test_a_builder_knows_by_what_serve_deploys_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from tests.architectures import save_model
 from tests.deploy.certificates import make_certificate
-from tests.deploy.test_serve import Server, launch, prompts
+from tests.deploy.serve_process import Server, launch, prompts
 from tests.full_disk import needs_mounts, small_disk
 from tests.ports import free_port
 

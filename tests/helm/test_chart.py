@@ -212,6 +212,8 @@ def test_values_file_shows_every_key() -> None:
         {"config": {"cluster": {"check_resources": True}}},
         {"config": {"models": {"small": {"target": {"model": "/models/small"}}}}},
         {"upgrade": {"type": "Sometimes"}},
+        {"networkPolicy": {"dnsPorts": []}},
+        {"networkPolicy": {"dnsPorts": [0]}},
     ],
     ids=json.dumps,
 )
@@ -702,7 +704,19 @@ def test_network_policy_lets_in_requests_metrics_and_the_operator_and_out_dns() 
     assert ports == [{8000}, {8000, 8080}, {8265, 8000}]
     assert all("from" in rule for rule in others[1:])
     egress = policy["spec"]["egress"]
-    assert {(port["port"], port["protocol"]) for port in egress[1]["ports"]} == {(53, "UDP"), (53, "TCP")}
+    resolvers = egress[1]
+    assert {(port["port"], port["protocol"]) for port in resolvers["ports"]} == {
+        (port, protocol) for port in (53, 5353) for protocol in ("UDP", "TCP")
+    }
+    assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in resolvers["to"], "of nodes, not of a pod"
+    namespaces = [one["namespaceSelector"]["matchLabels"] for one in resolvers["to"] if "ipBlock" not in one]
+    assert [one["kubernetes.io/metadata.name"] for one in namespaces] == ["kube-system", "openshift-dns"]
+    own = {"networkPolicy": {"dns": [{"ipBlock": {"cidr": "10.0.0.10/32"}}], "dnsPorts": [5300]}}
+    (policy_of_mine,) = of_kind(render(own), "NetworkPolicy")
+    assert policy_of_mine["spec"]["egress"][1] == {
+        "ports": [{"port": 5300, "protocol": "UDP"}, {"port": 5300, "protocol": "TCP"}],
+        "to": own["networkPolicy"]["dns"],
+    }
     selected = policy["spec"]["podSelector"]["matchLabels"].items()
     for group in groups_of(ray_service({})).values():
         assert selected <= group["template"]["metadata"]["labels"].items()
@@ -1478,6 +1492,11 @@ def test_notes_say_what_the_network_policy_keeps_pods_from(name: str, values: Va
     assert "extraEgress" not in render_texts({})["NOTES.txt"]
 
 
+def test_notes_say_what_pods_wait_for_that_cannot_look_up_the_heads_name() -> None:
+    assert "networkPolicy.dnsPorts" in render_texts({})["NOTES.txt"]
+    assert "networkPolicy.dnsPorts" not in render_texts({"networkPolicy": {"enabled": False}})["NOTES.txt"]
+
+
 @pytest.mark.parametrize(
     ("policy", "told"),
     [
@@ -1516,6 +1535,23 @@ def test_pods_outlive_the_drain(values: Values) -> None:
         fewest = {"ingress": cluster.drain_timeout_s + 5, "target": cluster.drain_timeout_s + 10}
         assert seconds >= fewest.get(name, 5), name
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= seconds + 20 + 30, name
+
+
+@pytest.mark.parametrize("flavour", ["gpu", "multi-host", "magicdec"])
+def test_on_gpus_requests_of_minutes_outlast_an_update(flavour: str) -> None:
+    """An answer that is not streamed cannot be gone on with: what is cut is lost."""
+    values = values_of(flavour)
+    config = parse_arguments(serve_config(values)["applications"][0]["args"]).config
+    drain_s = config.cluster.drain_timeout_s
+    assert drain_s >= 600
+    service = ray_service(values)
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] >= drain_s
+    for name in ("ingress", "target"):
+        grace_s = groups_of(service)[name]["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s >= drain_s + 10, name
+    notes = render_texts(values)["NOTES.txt"]
+    assert f"have {drain_s:g} s to end" in notes
+    assert ("update waits for a target group that is alone" in notes) == (flavour == "gpu")
 
 
 FAKES = {

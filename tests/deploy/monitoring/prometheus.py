@@ -1,4 +1,4 @@
-"""A real Prometheus (Debian: `apt-get install prometheus`) beside a metrics endpoint."""
+"""A real Prometheus (Debian: `apt-get install prometheus`) beside a metrics endpoint, and its promtool."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
+
+from deploy.monitoring.rules import rules_yaml
 
 SCRAPE_INTERVAL = "500ms"
 WINDOW = "4s"
@@ -96,3 +99,20 @@ def _wait_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> No
         except httpx.TransportError:
             pass
         time.sleep(0.1)
+
+
+def promtool(*arguments: object) -> str:
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=250, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    return output
+
+
+def run_scenarios(folder: Path, scenarios: list[dict[str, object]]) -> str:
+    (folder / "rules.yaml").write_text(rules_yaml())
+    (folder / "tests.yaml").write_text(
+        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": scenarios})
+    )
+    return promtool("test", "rules", folder / "tests.yaml")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from deploy.monitoring.rule import Alert
 from deploy.monitoring.rules import rule_groups, rules_yaml
 from specdec.core.errors import UserError
 from tests.deploy.monitoring.exposition import GAUGES, NONE_WHEN_WELL, keys
-from tests.deploy.monitoring.prometheus import needs_promtool
+from tests.deploy.monitoring.prometheus import needs_promtool, promtool, run_scenarios
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
 ALERTS = [rule for group in rule_groups() for rule in group.rules if isinstance(rule, Alert)]
@@ -30,6 +29,10 @@ HEALTH = f'{PREFIX}http_requests_total{{job="drafthouse",route="/health",status=
 REFUSED_KEYS = f'{PREFIX}api_key_refusals_total{{job="drafthouse",key="batch",limit="tokens"}}'
 CLIENT_TIMEOUTS = f'{PREFIX}http_client_timeouts_total{{job="drafthouse",status="%s"}}'
 FAILED_STREAMS = f'{PREFIX}streams_failed_total{{job="drafthouse",code="coordinator_lost"}}'
+CERTIFICATE_END = (
+    f'{PREFIX}tls_certificate_expiry_timestamp_seconds{{job="drafthouse",certificate_file="/tls.crt"}}'
+)
+"""In promtool's histories time begins in 1970."""
 FIRST_TOKENS = f"{PREFIX}time_to_first_token_seconds"
 DELIVERIES = f"{PREFIX}inter_token_latency_seconds"
 DELIVERED_IN_TIME = f'{DELIVERIES}_bucket{{job="drafthouse",le="{Objectives().next_tokens_bound}"}}'
@@ -73,6 +76,7 @@ def well() -> dict[str, str]:
         HEALTH % 200: f"0+12x{MINUTES}",
         HEALTH % 503: RESTS,
         FAILED_STREAMS: RESTS,
+        CERTIFICATE_END: gauge(90 * 86400),
         f'{PREFIX}http_requests_in_progress{{job="drafthouse"}}': gauge(3),
         f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': GROWS,
         f'{FIRST_TOKENS}_count{{job="drafthouse"}}': GROWS,
@@ -89,6 +93,7 @@ FAULTS: Mapping[str, Mapping[str, str] | None] = {
     "DrafthouseErrorBudgetBurnsSlowly": {ANSWERS % 500: f"0+0.5x{MINUTES}"},
     "DrafthouseStreamsLost": {series("lost_streams"): GROWS},
     "DrafthouseTurnsAway": {ANSWERS % 429: f"0+6x{MINUTES}"},
+    "DrafthouseCertificateExpires": {CERTIFICATE_END: gauge(13 * 86400)},
     "DrafthouseOutOfTime": {series("request_timeouts"): GROWS},
     "DrafthouseFirstTokenLate": {f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': f"0+55x{MINUTES}"},
     "DrafthouseTokensSlow": {DELIVERED_IN_TIME: f"0+55x{MINUTES}"},
@@ -126,6 +131,7 @@ ALSO = {
 """Others that the same fault fires, and rightly."""
 VARIED = (
     "DrafthouseMetricsAbsent",
+    "DrafthouseCertificateExpires",
     "DrafthouseErrorBudgetBurnsFast",
     "DrafthouseFirstTokenLate",
     "DrafthouseDraftPoolFull",
@@ -133,17 +139,8 @@ VARIED = (
     "DrafthouseCompilePending",
     "DrafthouseTargetGroupsMissing",
 )
-"""One of each kind: nothing scraped, a share of answers, late ones, two series at once, a fall, a state, a
-difference."""
-
-
-def promtool(*arguments: object) -> str:
-    done = subprocess.run(
-        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=250, check=False
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    return output
+"""One of each kind: nothing scraped, a day that comes, a share of answers, late ones, two series at once, a
+fall, a state, a difference."""
 
 
 def scenario(history: Mapping[str, str], firing: set[str]) -> dict[str, object]:
@@ -155,14 +152,6 @@ def scenario(history: Mapping[str, str], firing: set[str]) -> dict[str, object]:
         "input_series": [{"series": name, "values": values} for name, values in history.items()],
         "promql_expr_test": [{"expr": fired, "eval_time": f"{MINUTES - 1}m", "exp_samples": expected}],
     }
-
-
-def run_scenarios(folder: Path, scenarios: list[dict[str, object]]) -> str:
-    (folder / "rules.yaml").write_text(rules_yaml())
-    (folder / "tests.yaml").write_text(
-        yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": scenarios})
-    )
-    return promtool("test", "rules", folder / "tests.yaml")
 
 
 @needs_promtool
@@ -368,6 +357,20 @@ def test_a_draft_pool_is_full_when_requests_go_without_drafts_for_it(tmp_path: P
             scenario(without | few, set()),
             scenario(without | both, {"DrafthouseDraftPoolFull"}),
             scenario(without | late, set()),
+        ],
+    )
+
+
+@needs_promtool
+def test_the_certificate_of_one_door_is_enough(tmp_path: Path) -> None:
+    """Of two doors one has not got the renewed file; where there is no TLS nobody says anything."""
+    stale = CERTIFICATE_END.replace("{", '{instance="10.0.0.2:8000",', 1)
+    without = {name: values for name, values in well().items() if name != CERTIFICATE_END}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | {stale: gauge(13 * 86400)}, {"DrafthouseCertificateExpires"}),
+            scenario(without, set()),
         ],
     )
 

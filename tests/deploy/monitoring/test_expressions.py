@@ -18,8 +18,7 @@ from deploy.monitoring.rule import Recording
 from deploy.monitoring.rules import rule_groups
 from tests.deploy.monitoring.exposition import exported_labels, exposition
 from tests.deploy.monitoring.expressions import filled, mistakes, references
-from tests.deploy.monitoring.prometheus import needs_promtool
-from tests.deploy.monitoring.test_alerts import run_scenarios
+from tests.deploy.monitoring.prometheus import needs_promtool, run_scenarios
 
 EXPORTED = exported_labels()
 RULES = [rule for group in rule_groups() for rule in group.rules]

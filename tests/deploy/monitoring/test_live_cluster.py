@@ -24,7 +24,7 @@ from deploy.monitoring.rules import rules_yaml
 from tests.architectures import save_model
 from tests.deploy.monitoring.expressions import filled
 from tests.deploy.monitoring.prometheus import Prometheus, needs_prometheus, running_prometheus
-from tests.deploy.test_serve import Server, launch, start
+from tests.deploy.serve_process import Server, launch, start
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(600), needs_prometheus]

@@ -87,6 +87,7 @@ def test_what_all_doors_have_counted_is_told_in_place_of_this_ones() -> None:
     here, there = DoorMetrics(), DoorMetrics()
     for door, seconds in ((here, 0.05), (there, 0.3), (there, 3.0)):
         door.set_models("m")
+        door.set_certificate_expiry("/tls.crt", 1.8e9 if door is here else 1.9e9)
         door.http_requests.labels("/v1/completions", "200").inc()
         door.time_to_first_token.observe(seconds)
         door.in_progress.inc()
@@ -94,7 +95,7 @@ def test_what_all_doors_have_counted_is_told_in_place_of_this_ones() -> None:
     reports = [here.report(), there.report()]
     values = [report.counters | report.gauges for report in reports]
     told = {name: sum(one.get(name, 0.0) for one in values) for one in values for name in one}
-    assert not any("created" in name or "model_info" in name for name in told)
+    assert not any("created" in name or "model_info" in name or "expiry" in name for name in told)
     text = render(here, {**told, "rounds": 7.0}).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert families[f"{PREFIX}rounds"].samples[0].value == 7
@@ -109,6 +110,8 @@ def test_what_all_doors_have_counted_is_told_in_place_of_this_ones() -> None:
     }
     assert (buckets["0.06"], buckets["0.5"], buckets["+Inf"]) == (1, 2, 3)
     assert families[f"{PREFIX}model_info"].samples[0].labels == {"model_name": "m"}
+    (end,) = families[f"{PREFIX}tls_certificate_expiry_timestamp_seconds"].samples
+    assert (end.labels, end.value) == ({"certificate_file": "/tls.crt"}, 1.8e9), "days do not add up"
     assert without_doors(here, {**told, "rounds": 7.0}) == {"rounds": 7.0}
 
 

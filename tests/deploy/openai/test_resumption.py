@@ -333,12 +333,16 @@ def test_clients_that_stumble_over_ids_get_none(path: str) -> None:
     assert [event_id is not None for event_id, _ in events_of(with_ids)[:-1]] == [True] * (len(lines) - 1)
 
 
-def test_what_is_forgotten_and_too_old_has_expired() -> None:
-    door = Door()
-    event_id = last_id(door.complete(stream=True))
+def aged(event_id: str, age_s: int) -> str:
+    """Return the id of an event of a completion as if it had been sent so long ago."""
     response_id, place, _, check = event_id.split(":")
     created_s = int(response_id.split("-")[1][:8], 16)
-    old = f"{response_id[:5]}{created_s - 100:08x}{response_id[13:]}:{place}:39:{check}"
+    return f"{response_id[:5]}{created_s - age_s - 39:08x}{response_id[13:]}:{place}:39:{check}"
+
+
+def test_what_is_forgotten_and_too_old_has_expired() -> None:
+    door = Door()
+    old = aged(last_id(door.complete(stream=True)), 61)
     response = resume(door, old)
     assert response.status_code == 410
     assert error_of(response)["code"] == "resume_expired"
@@ -348,6 +352,32 @@ def test_what_is_forgotten_and_too_old_has_expired() -> None:
     door.service.remembered = [(name, (5, 6, 7))]
     resume(door, old)
     assert door.service.requests[-1].delivered_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize("age_s", [61, 190, 355])
+def test_what_was_lost_with_its_coordinator_is_generated_again_once_there_is_another(age_s: int) -> None:
+    """A target that is lost takes minutes to load, in which nobody can come back."""
+    door = Door(HoldingBack(), DoorSettings(resume_window_s=60, failover_timeout_s=300))
+    events = events_of(door.complete(stream=True))
+    old = aged(str(events[1][0]), age_s)
+    door.service.is_ready = False
+    assert resume(door, old).status_code == 503
+    door.service.is_ready = True
+    rest = resume(door, old)
+    assert rest.status_code == 200
+    replayed, resumed = door.service.requests[1:]
+    assert (replayed.params.max_tokens, resumed.delivered_token_ids) == (2, (5, 6))
+    choices = [collected([*some, events[-1]])["choices"][0] for some in (events[:2], events_of(rest)[:-1])]
+    assert choices[0]["text"] + choices[1]["text"] == collected(events)["choices"][0]["text"]
+
+
+def test_what_was_lost_is_not_generated_again_for_ever() -> None:
+    door = Door(settings=DoorSettings(resume_window_s=60, failover_timeout_s=300))
+    response = resume(door, aged(last_id(door.complete(stream=True)), 361))
+    assert response.status_code == 410
+    assert error_of(response)["code"] == "resume_expired"
+    assert "more than 360 s ago" in error_of(response)["message"]
+    assert len(door.service.requests) == 1
 
 
 def test_a_failed_replay_is_an_error_and_no_stream() -> None:
@@ -574,6 +604,14 @@ def failing_for_good() -> tuple[Door, list[Event]]:
     assert events[-2][1]["error"]["code"] == FAILED_REPEATEDLY
     door.service.fail_after = None
     return door, events
+
+
+def test_what_takes_workers_down_is_known_for_as_long_as_it_could_be_generated_again() -> None:
+    door = Door(settings=DoorSettings(resume_window_s=60, failover_timeout_s=300))
+    door.complete(stream=True)
+    resumption = door.service.requests[0].resumption
+    assert resumption is not None
+    assert (resumption.window_s, resumption.replay_window_s) == (60, 360)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
