@@ -32,6 +32,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from specdec.core.sampling_params import MAX_LOGPROBS
+from specdec.core.series import name_of
 from specdec.transport.base import MAX_MESSAGE_BYTES, Envelope, PeerFound, PeerId, PeerLost
 from specdec.transport.messages import (
     Abort,
@@ -66,9 +67,12 @@ _OF_THE_MOMENT = frozenset(
         "kv_cache_usage_perc",
         "target_utilization",
         "draft_utilization",
+        "local_draft_utilization",
+        "draft_pool_usage_perc",
+        "drafter_num_requests_running",
     }
 )
-"""Of an engine's metrics: what is 0 when it is not there any more."""
+"""Of an engine's metrics, whatever their labels: what is 0 when it is not there any more."""
 _HEAD_BYTES = 64
 """Of a frame, before its outputs, and of an output's lists of log-probabilities."""
 _SCORE_BYTES = 18
@@ -199,7 +203,7 @@ class RequestDesk:
             'channel_messages_dropped{reason="unexpected_kind"}': self.num_unexpected,
         }
         if self._description is None:
-            at_rest = dict.fromkeys(_OF_THE_MOMENT & values.keys(), 0.0)
+            at_rest = dict.fromkeys((one for one in values if name_of(one) in _OF_THE_MOMENT), 0.0)
             return {**values, **at_rest, "num_requests_waiting": len(self._streams)}
         num_waiting = values.get("num_requests_waiting", 0) + len(self._submitted)
         return {**values, "num_requests_waiting": num_waiting}
@@ -533,6 +537,8 @@ class RequestDesk:
             is_serving=is_serving,
             is_draining=self._is_draining,
             num_running=status.num_running if is_serving else 0,
+            kv_cache_usage=status.kv_cache_usage if is_serving else 0.0,
+            utilization=status.utilization if is_serving else 0.0,
             num_waiting=num_waiting,
             num_continued=sum(stream.epoch > 0 for stream in self._streams.values()),
         )

@@ -45,7 +45,13 @@ def _target_group(member: Member, told: TargetGroupStatus | None) -> TargetGroup
 
 
 def _draft_worker(member: Member, told: Iterable[TargetGroupStatus]) -> DraftWorkerStatus:
-    links = [link for group in told for link in group.draft_workers if link.worker == member.peer_id]
+    by_group = [
+        (group, link) for group in told for link in group.draft_workers if link.worker == member.peer_id
+    ]
+    links = [link for _, link in by_group]
+    # A group without a target still tells of the last seconds in which it had one.
+    now = [link for group, link in by_group if group.is_serving]
+    shares = [link.utilization for link in now if link.utilization is not None]
     return DraftWorkerStatus(
         id=member.peer_id,
         since=member.since,
@@ -55,4 +61,5 @@ def _draft_worker(member: Member, told: Iterable[TargetGroupStatus]) -> DraftWor
         num_requests=sum(link.num_requests for link in links),
         max_requests=member.capacity,
         online=member.online,
+        utilization=min(1.0, sum(shares)) if shares else None,
     )

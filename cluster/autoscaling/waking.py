@@ -2,7 +2,8 @@
 
 The first call by a handle looks Serve's controller up, and waits for Ray's head, which may be away for a
 minute. So calls are made in threads of their own. While Serve starts it, it asks no policy how many there
-should be, so whoever calls tells (`wanted.tell_woken`): nobody would miss one that finds no place.
+should be, so whoever calls tells, and tells again as long as nobody comes (`wanted.tell_woken`): nobody would
+miss one that finds no place.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 60.0
 """A call that has brought nothing is made anew after so long: it may have been lost."""
+_TELL_AGAIN_S = 5.0
+"""That a call is not answered yet is told again after so long: a policy's last word may have come in behind
+it, or nobody have been there to hear it."""
 _FAILURES = (RayError, RayServeException, ValueError)
 """The last: Ray's head knows of no controller, as while it begins anew."""
 
@@ -67,14 +71,19 @@ def waker_of(coordinators: Any, tell: Callable[[], None]) -> Callable[[], Awaita
 
     Args:
         coordinators: their handle.
-        tell: says that it was called; it may wait for Ray's head.
+        tell: says that it was called, and again as long as there is none; it may wait for Ray's head.
     """
 
     async def wake() -> None:
         try:
-            answer = await asyncio.to_thread(coordinators.wake.remote)
-            await asyncio.to_thread(tell)
-            await answer
+            answer = asyncio.ensure_future(await asyncio.to_thread(coordinators.wake.remote))
+            try:
+                await asyncio.to_thread(tell)
+                while not (await asyncio.wait([answer], timeout=_TELL_AGAIN_S))[0]:
+                    await asyncio.to_thread(tell)
+                await answer
+            finally:
+                answer.cancel()
         except _FAILURES as error:
             logger.warning("the target groups could not be woken: %s", error)
 

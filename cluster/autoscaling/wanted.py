@@ -82,7 +82,7 @@ class WantedTeller:
 def tell_woken(namespace: str, part: Part) -> None:
     """Tell the directory that Serve was made to start the first one of a part. It may wait for Ray's head.
 
-    What is lost is lost: who goes on waiting calls again.
+    What is lost is lost: who goes on waiting tells again.
     """
     directory = find_directory(namespace)
     if directory is None:

@@ -2,7 +2,8 @@
 
 What passes (a full queue, a server that is being restarted, a broken connection) is waited out and never
 becomes a result: where it does not pass, the batch ends, and goes on from there when it is run again. So it
-does at once where no line could be answered (another key, another URL).
+does at once where no line could be answered (another key, another URL). A mishap (the group that served a
+request was lost, say) passes, too, but a request that has one time and again may be what brings it about.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from dataclasses import dataclass
 import httpx
 from pydantic_core import from_json
 
-from deploy.batch.answers import is_its_own, is_passing, obstacle, retry_after_s
+from deploy.batch.answers import is_its_own, is_mishap, is_passing, obstacle, retry_after_s
 from deploy.batch.lines import BadLine, NumberedRequest
 from deploy.batch.results import BatchError, BatchResponse, BatchResult, ResultsFile, result_of_bad_line
 from specdec.core.errors import DrafthouseError
 
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 30.0
+_MOST_MISHAPS = 3
+"""So many mishaps of one line are waited out; the next is its result."""
 Sleep = Callable[[float], Awaitable[None]]
 
 
@@ -97,7 +100,7 @@ class BatchRunner:
 
     async def _answer(self, item: NumberedRequest) -> BatchResult:
         waited_s, next_wait_s = 0.0, _FIRST_WAIT_S
-        num_answered = self._num_answered
+        num_answered, num_mishaps = self._num_answered, 0
         while True:
             wait_s = next_wait_s
             try:
@@ -108,7 +111,8 @@ class BatchRunner:
                 reason = str(error) or type(error).__name__
             else:
                 self._require_server(item, response)
-                if not is_passing(response):
+                num_mishaps += is_mishap(response)
+                if not is_passing(response) or num_mishaps > _MOST_MISHAPS:
                     self._num_answered += 1
                     return self._result(item, response)
                 hint = "" if is_its_own(response) else ", not from the server itself; is the URL right?"

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.status import ApplicationStatus, Status
+from specdec.scheduling.speculation.explanation import BOUNDS_IN_WORDS
 from specdec.transport.status import (
     ChoiceStatus,
     DrafterStatus,
@@ -123,12 +124,14 @@ def _group_state(group: TargetGroupStatus) -> Text:
 
 
 def _draft_workers(workers: Iterable[DraftWorkerStatus], now: float) -> Table:
-    columns = ("draft worker", "state", "alive for", "incarnation", "requests", "load")
+    columns = ("draft worker", "state", "alive for", "incarnation", "requests", "places", "busy")
     table = _table("Draft pool", columns)
     num_requests = num_places = 0
+    busy: list[float] = []
     for worker in workers:
         num_requests += worker.num_requests
         num_places += worker.max_requests
+        busy += [] if worker.utilization is None else [worker.utilization]
         table.add_row(
             _name(worker),
             _draft_state(worker),
@@ -136,9 +139,11 @@ def _draft_workers(workers: Iterable[DraftWorkerStatus], now: float) -> Table:
             str(worker.incarnation),
             f"{worker.num_requests} of {worker.max_requests}",
             _share(worker.num_requests, worker.max_requests),
+            "-" if worker.utilization is None else _percent(worker.utilization),
         )
     if len(table.rows) > 1:
-        total = (f"{num_requests} of {num_places}", _share(num_requests, num_places))
+        mean = _percent(sum(busy) / len(busy)) if busy else "-"
+        total = (f"{num_requests} of {num_places}", _share(num_requests, num_places), mean)
         table.add_row("all", "", "", "", *total, style="bold")
     return table
 
@@ -208,11 +213,13 @@ def _drafter(drafter: DrafterStatus) -> str:
 
 
 def _chosen_k(choice: ChoiceStatus) -> str:
-    by_k = choice.num_requests_by_k
-    if not by_k:
-        return f"{choice.mean_num_draft_tokens:g}"
-    shares = (f"{k} for {count} request{'s' * (count != 1)}" for k, count in sorted(by_k.items()))
-    return f"{', '.join(shares)} (mean {choice.mean_num_draft_tokens:.3g})"
+    by_k, bound = choice.num_requests_by_k, BOUNDS_IN_WORDS.get(choice.bounded_by)
+    if by_k:
+        shares = (f"{k} for {count} request{'s' * (count != 1)}" for k, count in sorted(by_k.items()))
+        text = f"{', '.join(shares)} (mean {choice.mean_num_draft_tokens:.3g})"
+    else:
+        text = f"{choice.mean_num_draft_tokens:g}"
+    return text if bound is None else f"{text}; {bound}"
 
 
 def _tokens_per_s(choice: ChoiceStatus, recent: RecentStatus | None) -> str:

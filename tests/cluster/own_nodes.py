@@ -27,7 +27,7 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 SLOT = {"num_cpus": 0, "resources": {"slot": 1}}
 CLUSTER = ClusterConfig(

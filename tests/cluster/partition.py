@@ -39,7 +39,7 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
-from tests.cluster.test_running_cluster import metric, requests, with_service
+from tests.cluster.running_service import metric, requests, with_service
 
 HEAD, FIRST, SECOND, DRAFTER = 1, 2, 3, 4
 NUM_HOSTS = 4

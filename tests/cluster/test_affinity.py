@@ -15,7 +15,7 @@ from specdec.core.ids import RequestId
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.transport.base import PeerId
-from tests.cluster.test_failover_schedules import Simulation
+from tests.cluster.simulation import Simulation
 
 A, B, C = (PeerId(name) for name in "abc")
 SMALL = RoutingConfig(block_tokens=4, max_blocks=8, max_prompt_blocks=5)

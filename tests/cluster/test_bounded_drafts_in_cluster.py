@@ -14,7 +14,8 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, kill, metric, with_service
+from tests.cluster.live_workers import kill
+from tests.cluster.running_service import Streams, metric, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

@@ -24,7 +24,8 @@ from specdec.core.request import Resumption
 from specdec.transport.base import Envelope, PeerAddress, PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.messages import MetricsReply, Pong, Welcome
-from tests.cluster.test_failover_schedules import a_request
+from tests.cluster.absent_directory import Directory
+from tests.cluster.simulation import a_request
 
 DESCRIPTION = TargetDescription(
     model_id="toy",
@@ -36,23 +37,6 @@ DESCRIPTION = TargetDescription(
     num_blocks=64,
     block_size=16,
 )
-
-
-class Directory:
-    """A link to no directory at all."""
-
-    def __init__(self, **_: object) -> None:
-        self.is_alive = False
-        self.silent_s = 0.0
-
-    def announce(self, member: object) -> None:
-        """Part of `DirectoryLink`."""
-
-    def start(self) -> None:
-        self.is_alive = True
-
-    def close(self) -> None:
-        self.is_alive = False
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+from tests.cluster.live_workers import worker
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

@@ -18,7 +18,7 @@ from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.transport.base import Envelope, PeerLost
 from specdec.transport.memory import Faults
-from tests.cluster.test_failover_schedules import (
+from tests.cluster.simulation import (
     LEASE_S,
     ROUND_S,
     SimCoordinator,

@@ -32,9 +32,12 @@ from specdec.transport.messages import (
     Recall,
     Recalled,
     Refused,
+    StatusQuery,
+    StatusReply,
     SubmitRequest,
     encode,
 )
+from specdec.transport.status import TargetGroupStatus
 
 VOCAB = 9
 MODEL = ToyModel(VOCAB, seed=3)
@@ -390,6 +393,22 @@ def test_desks_hear_from_doors_what_has_failed_elsewhere() -> None:
     for proof in (b"mine", b"other"):
         bench.desk.hear(Envelope(sender=INGRESS, message=Recall(1, ("cmpl-ab-1",), proof)))
     assert [one.has_failed for one in bench.sent if isinstance(one, Recalled)] == [True, False]
+
+
+def test_a_status_says_nothing_of_a_target_that_is_gone() -> None:
+    bench = Crashing()
+    bench.desk.status = TargetGroupStatus(num_running=3, kv_cache_usage=0.25, utilization=0.75)
+
+    def told() -> tuple[float, float]:
+        bench.desk.hear(Envelope(sender=INGRESS, message=StatusQuery(1)))
+        reply = bench.sent[-1]
+        assert isinstance(reply, StatusReply)
+        assert reply.status is not None
+        return reply.status.kv_cache_usage, reply.status.utilization
+
+    assert told() == (0.25, 0.75)
+    bench.desk.set_target(None)
+    assert told() == (0.0, 0.0)
 
 
 def test_a_desk_that_stood_still_blames_no_door_for_that() -> None:

@@ -4,15 +4,8 @@ import pytest
 
 from cluster.directory import Desertion, DirectoryState, DirectoryView, Member, Reports, Role, count_workers
 from specdec.core.idle_work import WorkState
-from specdec.transport.base import PeerAddress, PeerId
-
-
-def member(name: str, key: str = "k") -> Member:
-    address = PeerAddress(peer_id=PeerId(name), endpoint=f"tcp://{name}", public_key=key)
-    return Member(address=address, role="draft")
-
-
-A, B = member("a"), member("b")
+from specdec.transport.base import PeerId
+from tests.cluster.draft_members import A, B, member
 
 
 def test_a_lease_ends_unless_it_is_renewed() -> None:

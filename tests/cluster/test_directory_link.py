@@ -17,7 +17,7 @@ from cluster.directory import DirectorySnapshot, DirectoryVersion, Member
 from cluster.directory_actor import DirectoryLink, DirectoryProcess
 from cluster.start_reports import StartReporter, read_start_reports
 from specdec.transport.base import PeerId
-from tests.cluster.test_directory import A, B
+from tests.cluster.draft_members import A, B
 
 
 @pytest.mark.parametrize("members", [(A,), ()])

@@ -326,8 +326,9 @@ class TestUsage:
         place._cluster = ClusterConfig.model_validate(
             {"draft_pool": {"shares": {"max_sequences": 10}, "autoscaling": {"max_workers": 4}}}
         )
-        drafts_pay = {"num_requests_running": 9.0, "speculation_pool_worth": 1.8}
-        place._demands = (demand_of(drafts_pay, None),)
+        place._demands = (
+            DraftDemand(num_requests=9.0, utilization=0.0, wait_share=0.0, hidden_share=None, worth=1.8),
+        )
         return place
 
     def wanted(self, *reports: dict[str, float]) -> int:

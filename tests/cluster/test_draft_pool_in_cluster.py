@@ -21,7 +21,8 @@ from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, workers
+from tests.cluster.live_workers import workers
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

@@ -150,7 +150,14 @@ class SlowSource(ToySource):
         self.is_loading, self.is_loaded = threading.Event(), threading.Event()
 
     def metrics(self) -> Mapping[str, float]:
-        return {"draft_utilization": 0.5, "target_utilization": 0.9, "queue_wait_seconds": 7.0}
+        return {
+            "draft_utilization": 0.5,
+            "local_draft_utilization": 0.4,
+            "draft_pool_usage_perc": 0.3,
+            'drafter_num_requests_running{drafter="small"}': 2.0,
+            "target_utilization": 0.9,
+            "queue_wait_seconds": 7.0,
+        }
 
     def make_engine(self, meanwhile: Callable[[], None]) -> Engine:
         self.num_attempts += 1
@@ -177,7 +184,7 @@ def test_a_loss_shows_while_the_next_target_is_loaded() -> None:
         lost = desk.metrics()
         assert lost["target_losses"] == 1
         assert (lost["num_requests_running"], lost["num_requests_waiting"]) == (0, 3)
-        gauges = ("kv_cache_usage_perc", "queue_wait_seconds", "target_utilization", "draft_utilization")
+        gauges = ("kv_cache_usage_perc", *source.metrics())
         assert {name: lost.get(name) for name in gauges} == dict.fromkeys(gauges, 0)
         source.is_loaded.set()
         door.await_finished(3)

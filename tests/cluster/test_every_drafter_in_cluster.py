@@ -12,13 +12,13 @@ from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetG
 from cluster.pool_drafter import drafter_of_pool
 from specdec.engine.config import EngineConfig
 from tests.cluster.conftest import deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, with_service
+from tests.cluster.running_service import Streams, metric, with_service
 from tests.quantizer import HAS_TORCHAO
+from tests.specdec.engine.drafter_bench import Bench
 from tests.specdec.engine.drafter_files import DrafterFiles
 from tests.specdec.engine.drafter_table import DRAFTERS, Place, Shape
-from tests.specdec.engine.targets.test_target_drafting import Bench
-from tests.specdec.engine.test_every_drafter import Wanted, wanted
-from tests.specdec.engine.test_identity import Models
+from tests.specdec.engine.request_waves import Wanted, wanted
+from tests.specdec.engine.tiny_models import Models
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

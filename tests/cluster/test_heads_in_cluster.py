@@ -11,7 +11,8 @@ from cluster.config import BundleConfig, ClusterConfig, TargetGroupsConfig
 from specdec.engine.config import EngineConfig
 from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+from tests.cluster.live_workers import worker
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

@@ -31,13 +31,13 @@ from specdec.transport import messages as m
 from specdec.transport.base import Envelope, PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import KeyPair, ZmqChannel
-from tests.cluster.test_client import Directory
-from tests.cluster.test_shared_metrics import OPEN, REQUESTS
-from tests.specdec.engine.draft_pool.test_server import Bench, draft_model, entry, expected
-from tests.specdec.engine.targets.test_remote_target import World, step
+from tests.cluster.absent_directory import Directory
+from tests.cluster.door_series import OPEN, REQUESTS
+from tests.specdec.engine.draft_pool.server_bench import Bench, draft_model, entry, expected
+from tests.specdec.engine.targets.target_world import World, step
 from tests.specdec.engine.toy_engines import toy_engine
-from tests.specdec.transport.test_messages import EXAMPLES
-from tests.specdec.transport.test_zmq import raw_dealer
+from tests.specdec.transport.message_examples import EXAMPLES
+from tests.specdec.transport.raw_dealer import raw_dealer
 
 HEADER = m.encode(m.Ping(1))[:3]
 VALUES: tuple[Any, ...] = (

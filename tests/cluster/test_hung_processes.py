@@ -18,7 +18,8 @@ import pytest
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, HealthCheckConfig, TargetGroupsConfig
 from specdec.engine.config import EngineConfig
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, workers
+from tests.cluster.live_workers import workers
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from cluster.config import ClusterConfig
 from specdec.engine.config import EngineConfig
 from specdec.proposers.config import SpeculativeConfig
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import outlive_the_target, requests
+from tests.cluster.running_service import outlive_the_target, requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

@@ -9,7 +9,7 @@ import pytest
 from cluster.inventory import NodeSnapshot
 from cluster.node_sides import shared_out
 from cluster.placement import NodeSides, PlacementPlan, left_by
-from tests.cluster.test_placement import config_of, gpu_nodes, node, place
+from tests.cluster.gpu_plans import config_of, gpu_nodes, node, place
 
 
 def sides_of(nodes: list[NodeSnapshot], num_workers: int, *, tensor: int) -> tuple[PlacementPlan, NodeSides]:

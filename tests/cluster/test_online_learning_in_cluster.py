@@ -17,9 +17,10 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.status import OnlineStatus, ServiceStatus
 from tests.cluster.conftest import deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, kill, metric, with_service, worker
+from tests.cluster.live_workers import kill, worker
+from tests.cluster.running_service import Streams, metric, with_service
+from tests.training.online.domain_requests import plain_tokens, requests
 from tests.training.online.domains import FORMER, LATTER, QUICK, model_of, save
-from tests.training.online.test_in_process import plain_tokens, requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 

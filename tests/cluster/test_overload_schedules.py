@@ -11,7 +11,7 @@ from cluster.stream_book import StreamBook
 from specdec.core.errors import CapacityError, LateError, NotReadyError
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import LatencyTarget, Request
-from tests.cluster.test_failover_schedules import LEASE_S, ROUND_S, a_request, assert_right, simple
+from tests.cluster.simulation import LEASE_S, ROUND_S, a_request, assert_right, simple
 
 
 def test_a_request_that_had_to_leave_a_full_queue_is_refused() -> None:

@@ -17,7 +17,8 @@ from specdec.transport.base import PeerId
 from specdec.transport.config import ChannelConfig
 from specdec.transport.zmq import ZmqChannel
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker
+from tests.cluster.live_workers import worker
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.inventory import NodeSnapshot
 from cluster.placement import PlacementPlan, plan_placement
 from cluster.rehearsal import Steered, _first_without_place, _parts, steered
-from tests.cluster.test_placement import config_of, gpu_nodes, place, ranks_of
+from tests.cluster.gpu_plans import config_of, gpu_nodes, place, ranks_of
 
 
 def comes_true(plans: Sequence[PlacementPlan], nodes: Sequence[NodeSnapshot]) -> bool:

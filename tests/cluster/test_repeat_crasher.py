@@ -22,7 +22,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.config import EngineConfig
 from tests.architectures import VOCAB_SIZE
 from tests.cluster.conftest import Plain, deployed_on_ray
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service
+from tests.cluster.running_service import Streams, metric, requests, with_service
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 

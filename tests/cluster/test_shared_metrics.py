@@ -12,9 +12,8 @@ from cluster.directory import Member
 from cluster.shared_metrics import SharedMetrics, is_sound, sound_part
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.messages import DoorReport, DoorTotals
+from tests.cluster.door_series import OPEN, REQUESTS
 
-REQUESTS = 'http_requests_total{status="200"}'
-OPEN = "http_requests_in_progress"
 OF_GROUPS = {"rounds": 10.0, "num_requests_running": 3.0, 'target_group_rounds{target_group="g"}': 10.0}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.directory import Member, Role
 from cluster.status import service_status
 from specdec.transport.base import PeerAddress, PeerId
@@ -46,6 +48,30 @@ def test_draft_workers_are_what_all_target_groups_say_of_them() -> None:
     assert (d1.id, d1.num_requests, d1.max_requests, d1.is_waited_for) == ("d1", 5, 8, True)
     assert (d1.since, d1.incarnation) == (15.0, 3)
     assert (d2.num_requests, d2.is_waited_for) == (1, False)
+
+
+def busy(share: float | None, *, is_serving: bool = True) -> TargetGroupStatus:
+    link = DraftLinkStatus(worker="d1", num_requests=1, is_waited_for=True, utilization=share)
+    return TargetGroupStatus(is_serving=is_serving, draft_workers=(link,))
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [
+        ((busy(0.25), busy(0.5)), 0.75),
+        ((busy(0.75), busy(0.5)), 1.0),
+        ((busy(0.25), busy(None)), 0.25),
+        ((busy(0.25), busy(0.5, is_serving=False)), 0.25),
+        ((busy(None),), None),
+    ],
+    ids=["adds up", "a batch for both", "an older version", "a group without target", "nobody says"],
+)
+def test_a_draft_worker_is_as_busy_as_all_target_groups_keep_it(
+    groups: tuple[TargetGroupStatus, ...], share: float | None
+) -> None:
+    told = {PeerId(f"c{place}"): group for place, group in enumerate(groups, 1)}
+    d1, d2 = service_status(MEMBERS, told).draft_workers
+    assert (d1.utilization, d2.utilization) == (share, None)
 
 
 def test_a_coordinator_that_does_not_answer_is_there_all_the_same() -> None:

@@ -27,7 +27,8 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.config import ChannelConfig
-from tests.cluster.test_running_cluster import Streams, metric, requests, with_service, worker, workers
+from tests.cluster.live_workers import worker, workers
+from tests.cluster.running_service import Streams, metric, requests, with_service
 from tests.strangers import require_token
 
 NUM_NODES = 2

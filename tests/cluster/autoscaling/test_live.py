@@ -14,7 +14,7 @@ from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from specdec.engine.config import EngineConfig
 from tests.cluster.conftest import Plain
-from tests.cluster.test_running_cluster import Streams, metric, requests
+from tests.cluster.running_service import Streams, metric, requests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 

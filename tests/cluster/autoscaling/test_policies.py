@@ -7,8 +7,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
-from ray.serve.config import AutoscalingConfig, AutoscalingContext
+from ray.serve.config import AutoscalingConfig
 
 from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig
 from cluster.autoscaling.draft_demand import DraftDemand, demand_of, pool_stats
@@ -24,6 +25,7 @@ from cluster.autoscaling.serve_policy import (
 from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from specdec.transport.status import RecentStatus
+from tests.cluster.autoscaling.serve_context import context
 
 TARGETS = TargetScalingConfig(min_groups=1, max_groups=8, target_itl_ms=100.0)
 DRAFTS = DraftScalingConfig(min_workers=1, max_workers=8)
@@ -184,6 +186,20 @@ class TestDraftPool:
         assert wanted_workers(PoolLoad(num_workers=2, num_requests=3, usage=0.7), DRAFTS).number == 2
         assert wanted_workers(PoolLoad(num_workers=2), DRAFTS) == Wish(number=1, is_idle=True)
 
+    def test_a_group_whose_target_is_being_loaded_changes_nothing(self) -> None:
+        """For minutes nothing is drafted, which is not to say that its workers have nothing to do."""
+        loading = demand_of({"num_requests_waiting": 5.0}, None)
+        assert pool_stats([loading]) == {"num_requests": 5.0}
+        report = {"usage": 0.0, **pool_stats([loading])}
+        assert wanted_workers(pool_load([report] * 2), DRAFTS).number == 2
+        serving = DraftDemand(
+            num_requests=5.0, utilization=0.6, wait_share=0.2, hidden_share=0.0, worth=1.5, drafting_share=0.2
+        )
+        shares = {**pool_stats([serving]), "num_requests": 10.0}
+        assert pool_stats([serving, loading]) == pytest.approx(shares)
+        idle = msgspec.structs.replace(serving, num_requests=0.0, utilization=0.0)
+        assert "utilization" not in pool_stats([idle, loading])
+
     def test_demands_of_coordinators_come_together_by_their_requests(self) -> None:
         recent = RecentStatus(
             num_rounds=10, tokens_per_s=1.0, acceptance=0.5, acceptance_by_method={},
@@ -306,39 +322,6 @@ class TestPace:
         numbers = run.seconds(200, Wish(number=1, is_idle=True))
         assert numbers[-1] == 0
         assert 1 in numbers
-
-
-def context(
-    reports: dict[str, dict[str, float]],
-    *,
-    target: int,
-    now_s: float,
-    state: dict[str, Any],
-    bounds: tuple[int, int],
-) -> AutoscalingContext:
-    metrics: dict[str, dict[str, float]] = {"running_requests": dict.fromkeys(reports, 0.0)}
-    for replica, report in reports.items():
-        for name, value in report.items():
-            metrics.setdefault(name, {})[replica] = value
-    return AutoscalingContext(
-        deployment_id=None,
-        deployment_name="Coordinator",
-        app_name="drafthouse",
-        current_num_replicas=len(reports),
-        target_num_replicas=target,
-        running_replicas=list(reports),
-        total_num_requests=0.0,
-        total_queued_requests=0.0,
-        aggregated_metrics=metrics,
-        raw_metrics={},
-        capacity_adjusted_min_replicas=bounds[0],
-        capacity_adjusted_max_replicas=bounds[1],
-        policy_state=state,
-        last_scale_up_time=None,
-        last_scale_down_time=None,
-        current_time=now_s,
-        config=None,
-    )
 
 
 class TestInServe:

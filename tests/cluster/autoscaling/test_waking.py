@@ -142,6 +142,60 @@ def test_that_a_group_is_waited_for_is_told_before_it_is_there() -> None:
     asyncio.run(scene())
 
 
+def test_that_a_group_is_waited_for_is_told_again_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a policy decided before may be told behind it, and a directory may begin anew."""
+    monkeypatch.setattr("cluster.autoscaling.waking._TELL_AGAIN_S", 0.005)
+    num_told = 0
+
+    async def scene() -> None:
+        is_there, is_told_again, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+        class Slow(Method):
+            def remote(self) -> Call:
+                return is_there.wait()  # type: ignore[return-value]
+
+        def tell() -> None:
+            nonlocal num_told
+            num_told += 1
+            if num_told == 2:
+                loop.call_soon_threadsafe(is_told_again.set)
+
+        waking = asyncio.ensure_future(waker_of(Slow(), tell)())
+        await asyncio.wait_for(is_told_again.wait(), 30)
+        is_there.set()
+        await waking
+        num_until_then = num_told
+        await asyncio.sleep(0.05)
+        assert num_told == num_until_then
+
+    asyncio.run(scene())
+
+
+def test_a_door_that_closes_waits_for_no_answer() -> None:
+    async def scene() -> None:
+        has_begun, is_over = asyncio.Event(), asyncio.Event()
+
+        async def answer() -> None:
+            try:
+                has_begun.set()
+                await asyncio.Event().wait()
+            finally:
+                is_over.set()
+
+        class Unanswered(Method):
+            def remote(self) -> Call:
+                return answer()  # type: ignore[return-value]
+
+        waking = asyncio.ensure_future(waker_of(Unanswered(), nobody)())
+        await asyncio.wait_for(has_begun.wait(), 30)
+        waking.cancel()
+        await asyncio.wait_for(is_over.wait(), 30)
+        with pytest.raises(asyncio.CancelledError):
+            await waking
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize("pool", [config(1), DraftPoolConfig()])
 def test_a_pool_that_is_never_empty_is_left_alone(pool: DraftPoolConfig) -> None:
     handle = Method()

@@ -15,7 +15,7 @@ from cluster.autoscaling import wanted
 from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig
 from cluster.autoscaling.serve_policy import DraftPoolPolicy, TargetGroupPolicy, group_stats
 from cluster.autoscaling.wanted import WantedNumbers, WantedTeller, read_wanted, tell_woken
-from tests.cluster.autoscaling.test_policies import context
+from tests.cluster.autoscaling.serve_context import context
 
 
 class Method:

@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,62 +17,16 @@ import httpx
 import msgspec
 import pytest
 
-from deploy.batch.lines import BadLine, num_lines, read_lines
+from deploy.batch.lines import BadLine, num_lines
 from deploy.batch.results import ResultsFile, result_of_bad_line
-from deploy.batch.runner import BatchInterrupted, BatchOptions, BatchRunner
+from deploy.batch.runner import BatchInterrupted, BatchOptions
 from specdec.core.description import TargetDescription
 from specdec.core.error_codes import ENGINE_FAILED
 from specdec.core.errors import ConfigError, RequestFailed
+from tests.deploy.batch.batch_runs import OPTIONS, request, results_of, run, write
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 
 TEXT = "".join(PIECES)
-OPTIONS = BatchOptions(concurrency=4, patience_s=20.0)
-
-
-def request(custom_id: str, **body: Any) -> dict[str, Any]:
-    body = {"prompt": "abc", **body}
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
-
-
-def write(file: Path, *lines: object) -> Path:
-    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
-    return file
-
-
-def results_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-class Waits:
-    """A sleep that takes no time, and what it was asked for."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    async def __call__(self, seconds: float) -> None:
-        self.seconds.append(seconds)
-        await asyncio.sleep(0)
-
-
-def run(
-    transport: httpx.AsyncBaseTransport,
-    requests: Path,
-    results: Path,
-    *,
-    options: BatchOptions = OPTIONS,
-    drop_failures: bool = False,
-    is_gone: Callable[[], bool] = lambda: False,
-) -> Waits:
-    waits = Waits()
-
-    async def go() -> None:
-        with ResultsFile(results, drop_failures=drop_failures) as file:
-            async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
-                runner = BatchRunner(client, file, options, sleep=waits, is_gone=is_gone)
-                await runner.run(read_lines(requests), lambda result: None)
-
-    asyncio.run(go())
-    return waits
 
 
 def test_openai_results_come_out(tmp_path: Path) -> None:
@@ -257,6 +210,47 @@ def test_a_failure_that_the_server_itself_does_not_tell_is_waited_for(
     assert result["response"]["status_code"] == 200
 
 
+def failure(code: str) -> httpx.Response:
+    """A failure of the server itself."""
+    return httpx.Response(500, json={"error": {"message": "it broke", "code": code}})
+
+
+MISHAPS = ["coordinator_lost", "request_lost", "request_abort", "grammar_not_compiled"]
+
+
+@pytest.mark.parametrize("code", MISHAPS)
+def test_a_failure_that_lies_in_no_request_is_waited_out(tmp_path: Path, code: str) -> None:
+    waits = run(
+        answers(failure(code), failure(code), GOOD), write(tmp_path / "in", request("a")), tmp_path / "out"
+    )
+    assert waits.seconds == [0.5, 1.0]
+    (result,) = results_of(tmp_path / "out")
+    assert (result["response"]["status_code"], result["error"]) == (200, None)
+
+
+@pytest.mark.parametrize("code", MISHAPS)
+def test_a_line_that_brings_it_about_each_time_is_not_sent_for_ever(tmp_path: Path, code: str) -> None:
+    waits = run(answers(failure(code)), write(tmp_path / "in", request("a")), tmp_path / "out")
+    assert waits.seconds == [0.5, 1.0, 2.0]
+    (result,) = results_of(tmp_path / "out")
+    assert result["error"]["code"] == code
+
+
+def test_a_mishap_is_waited_for_no_longer_than_anything_else(tmp_path: Path) -> None:
+    options = BatchOptions(concurrency=1, patience_s=1.0)
+    requests = write(tmp_path / "in", request("a"))
+    with pytest.raises(BatchInterrupted, match=r"no answer for 0 s \(status 500\)"):
+        run(answers(failure("coordinator_lost")), requests, tmp_path / "out", options=options)
+    assert not results_of(tmp_path / "out")
+
+
+@pytest.mark.parametrize("code", ["internal_error", "request_failed_repeatedly", "non_finite_logits"])
+def test_a_failure_that_may_lie_in_a_request_is_an_error_of_that_line(tmp_path: Path, code: str) -> None:
+    assert not run(answers(failure(code)), write(tmp_path / "in", request("a")), tmp_path / "out").seconds
+    (result,) = results_of(tmp_path / "out")
+    assert result["error"]["code"] == code
+
+
 @pytest.mark.parametrize("status", [500, 504])
 def test_a_failure_that_the_server_tells_is_an_error_of_that_line(tmp_path: Path, status: int) -> None:
     told = httpx.Response(status, json={"error": {"message": "it broke", "code": "broken"}})
@@ -305,6 +299,38 @@ def test_a_server_that_may_be_asked_again_is_waited_for_whatever_it_says(
 ) -> None:
     requests = write(tmp_path / "in", request("a"))
     assert run(answers(httpx.Response(429, **body), GOOD), requests, tmp_path / "out").seconds == [0.5]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"message": "Forbidden"},
+        ["Forbidden"],
+        {"error": "Forbidden"},
+        {"error": {"message": "blocked", "code": "key_blocked"}},
+        {"error": {"message": "not you", "type": "permission_error"}},
+        {"error": {"message": "not from there", "code": "origin_not_allowed"}},
+        {"error": {"message": "not there", "code": "unsupported_country_region_territory"}},
+    ],
+)
+def test_a_key_that_is_taken_back_takes_no_line_with_it(tmp_path: Path, body: object) -> None:
+    requests = write(tmp_path / "in", *(request(str(number)) for number in range(20)))
+    with pytest.raises(BatchInterrupted, match=r"line \d+: status 403: the API key is not accepted, or not"):
+        run(answers(GOOD, httpx.Response(403, json=body)), requests, tmp_path / "out")
+    assert len(results_of(tmp_path / "out")) == 1
+    run(answers(GOOD), requests, tmp_path / "out")
+    assert [result["error"] for result in results_of(tmp_path / "out")] == [None] * 20
+
+
+@pytest.mark.parametrize("code", ["content_filter", 403, None, ["moderation"]])
+def test_a_text_that_a_filter_forbids_is_an_error_of_that_line(tmp_path: Path, code: object) -> None:
+    told = httpx.Response(403, json={"error": {"message": "flagged", "code": code}})
+    requests = write(tmp_path / "in", request("a"), request("b"))
+    options = BatchOptions(concurrency=1, patience_s=20.0)
+    assert not run(answers(told, GOOD), requests, tmp_path / "out", options=options).seconds
+    flagged, good = results_of(tmp_path / "out")
+    assert flagged["error"]["message"] == "line 1: flagged"
+    assert good["error"] is None
 
 
 def test_what_the_server_itself_forbids_is_an_error_of_that_line(tmp_path: Path) -> None:

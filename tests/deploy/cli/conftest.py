@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.architectures import make_tokenizer, save_model
 
@@ -46,8 +44,5 @@ cache: {{num_blocks: 64}}
 
 
 @pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
+def _threads_as_before(threads_as_before: None) -> None:
     """The configuration sets the thread count of the whole process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)

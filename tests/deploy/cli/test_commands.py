@@ -12,28 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from deploy.api_keys import read_api_keys
-from deploy.cli.main import app
 from deploy.config import DrafthouseConfig
 from deploy.openai.keys import digest_api_key
 from tests.architectures import make_model, make_tokenizer
-
-runner = CliRunner()
-
-
-def invoke(*arguments: object) -> tuple[int, str, str]:
-    result = runner.invoke(app, list(map(str, arguments)))
-    return result.exit_code, result.stdout, result.stderr
-
-
-def user_error(*arguments: object) -> str:
-    """Run a command that must fail as a user's mistake, and return its message."""
-    code, _, stderr = invoke(*arguments)
-    assert code == 2
-    assert "Traceback" not in stderr
-    return stderr
+from tests.deploy.cli.invocation import invoke, user_error
 
 
 @pytest.mark.parametrize(

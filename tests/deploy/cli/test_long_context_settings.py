@@ -21,7 +21,7 @@ from specdec.core.errors import ConfigError
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.engine import Engine
 from specdec.model.on_paper import check_servable
-from tests.deploy.cli.test_commands import invoke, user_error
+from tests.deploy.cli.invocation import invoke, user_error
 from tests.deploy.openai.live import live_server
 
 

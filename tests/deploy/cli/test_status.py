@@ -53,6 +53,7 @@ CHOICE = ChoiceStatus(
     expected_acceptance=(0.81, 0.76, 0.7, 0.66),
     pool_worth=1.34,
     mean_kv_budget=512.0,
+    bounded_by="slo",
 )
 RECENT = RecentStatus(
     num_rounds=640,
@@ -78,6 +79,7 @@ OFF = msgspec.structs.replace(
     num_requests_by_k={0: 2},
     mean_num_draft_tokens=0.0,
     pool_worth=0.81,
+    bounded_by="none",
 )
 DRAFTERS = (
     DrafterStatus(
@@ -125,6 +127,7 @@ SERVICE = ServiceStatus(
             is_waited_for=True,
             num_requests=4,
             max_requests=32,
+            utilization=0.9,
             online=OnlineStatus(
                 version=2,
                 num_tried=5,
@@ -142,6 +145,7 @@ SERVICE = ServiceStatus(
             is_waited_for=False,
             num_requests=0,
             max_requests=32,
+            utilization=0.2,
         ),
         DraftWorkerStatus(
             id="draft-3",
@@ -182,7 +186,11 @@ def test_everything_is_shown_of_every_target_group() -> None:
     assert lines_with(stdout, "coordinator-c", "not answering")
     assert lines_with(stdout, "on, draft_ahead: drafting is expected to bring more tokens")
     assert lines_with(stdout, "off, lockstep: drafting is expected to bring no more tokens")
-    assert lines_with(stdout, "1 for 1 request, 4 for 3 requests (mean 3.25)")
+    assert lines_with(
+        stdout,
+        "1 for 1 request, 4 for 3 requests (mean 3.25); longer drafts would break somebody's slo.itl_ms",
+    )
+    assert stdout.count("slo.itl_ms") == 1
     assert lines_with(
         stdout, "312 expected (by mode: lockstep 280, draft_ahead 312, plain 210)", "298 measured"
     )
@@ -197,15 +205,16 @@ def test_everything_is_shown_of_every_target_group() -> None:
         stdout, "drafter", "small: 3 running, 41 since the start; 0.50 accepted, 2.75 tokens per"
     )
     assert lines_with(stdout, "shadow", "next: looks at 2 requests; no proposals yet")
-    assert lines_with(stdout, "draft-1", "in time", "3", "4 of 32", "12 %")
+    assert lines_with(stdout, "draft worker", "requests   places   busy")
+    assert lines_with(stdout, "draft-1", "in time", "3", "4 of 32     12 %   90 %")
     assert lines_with(stdout, "draft-2", "was late or silent")
-    assert lines_with(stdout, "draft-3", "not asked yet")
+    assert lines_with(stdout, "draft-3", "not asked yet", "0 of 32      0 %      -")
     assert (
         "draft-1 learns online: drafts with version 2; 5 tried, 3 refused; 8100 tokens kept; held-back "
         "acceptance at the last trial 0.410, of the new version 0.555"
     ) in " ".join(stdout.split())
     assert stdout.count("learns online") == 1
-    assert lines_with(stdout, "all", "4 of 96", "4 %")
+    assert lines_with(stdout, "all", "4 of 96      4 %   55 %"), "mean of those that anybody tells of"
 
 
 def test_where_there_are_no_draft_workers_nothing_is_said_of_a_pool() -> None:
@@ -229,6 +238,7 @@ def test_json_is_the_body_of_the_route() -> None:
     assert shown["object"] == "drafthouse.status"
     assert shown["application"]["model"] == "scripted"
     assert shown["target_groups"][0]["choice"]["num_requests_by_k"] == {"1": 1, "4": 3}
+    assert [group["choice"]["bounded_by"] for group in shown["target_groups"][:2]] == ["slo", "none"]
 
 
 def test_a_server_that_loads_says_so() -> None:
