@@ -24,6 +24,7 @@ from benchmarks.full_disk import can_mount, filled_up, small_disk
 from benchmarks.network import Network
 from benchmarks.starving import can_starve, starve
 from deploy.config import DrafthouseConfig
+from deploy.proxies import proxy_environment
 
 _MARK = "DRAFTHOUSE_CHAOS"
 _PROBE_TIMEOUT_S = 3.0
@@ -56,7 +57,6 @@ class Shape:
     """Between checks of Serve's HTTP proxies; a dead one fails three."""
     health_timeout_s: float = 10.0
     """After which a check of a replica that hangs has failed; it is replaced after three."""
-    resume_window_s: float = 120.0
 
     @property
     def num_processes(self) -> Mapping[str, int]:
@@ -98,6 +98,9 @@ class ChaosCluster:
         if can_mount():  # what is filled up must not be the disk of this machine
             self._places.enter_context(small_disk(self._folder, _DISK))
         (self._folder / "ray").mkdir()
+        os.environ |= proxy_environment(
+            "python"
+        )  # what `drafthouse serve` gives Serve's proxy, and images do
         os.environ |= {
             _MARK: self._mark,
             "RAY_AUTH_MODE": "disabled",
@@ -393,7 +396,6 @@ def _config(shape: Shape, family: Path, port: int) -> DrafthouseConfig:
                 "method": "draft_model",
                 "model": str(family / "draft"),
                 "num_speculative_tokens": 3,
-                "controller": "fixed",
                 "num_threads": 1,
                 **eager,
             },
@@ -417,7 +419,6 @@ def _config(shape: Shape, family: Path, port: int) -> DrafthouseConfig:
             "http": {
                 "port": port,
                 "num_replicas": shape.num_ingresses,
-                "resume_window_s": shape.resume_window_s,
                 "served_model_name": "chaos",
             },
         }

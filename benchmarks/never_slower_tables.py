@@ -7,6 +7,8 @@ A second result, if any, replaces what it has of the first.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.pages import cells_and_origins, disturbed_cells, origin_of, put_into, table
+from benchmarks.report import PairedRatio
 from benchmarks.turns import LIMIT
 
 PART, SCRIPT = "controller", "benchmarks/never_slower_tables.py"
@@ -79,12 +82,16 @@ def _in_short(cells: Sequence[Result], step: Result | None) -> str:
             f"the smallest upper bound is {min(upper):.3f}, the smallest median {medians[0]:.3f}, the middle "
             f"one {medians[len(medians) // 2]:.3f}."
         )
+    if pooled := _pooled(cells):
+        lines.append(f"- {pooled}")
     if disturbed := disturbed_cells(cells):
         lines.append(f"- {disturbed}")
-    cold = sorted(cell["cold"]["vs_plain"][0] for cell in cells)
+    cold = sorted(min(cell["cold"]["vs_plain"]) for cell in cells)
+    first_s, second_s = cells[0]["cold"]["seconds"]
     lines.append(
-        f"- The first second of a cell, in which nothing is known, has {cold[0]:.2f} of plain decoding at "
-        f"worst, {cold[len(cold) // 2]:.2f} in the middle."
+        f"- Of the first {first_s:g} s of a cell, in which nothing is known of acceptance, and the "
+        f"{second_s:g} s behind them, the worse part has {cold[0]:.2f} of plain decoding at worst, "
+        f"{cold[len(cold) // 2]:.2f} in the middle."
     )
     if step is not None:
         plan, phases = step["plan"], step["phases"]
@@ -95,6 +102,35 @@ def _in_short(cells: Sequence[Result], step: Result | None) -> str:
             f"{origin_of(step['measured'])})."
         )
     return "\n".join(lines)
+
+
+def _pooled(cells: Sequence[Result]) -> str | None:
+    """Where nothing is drafted in the end, cells of a shape measure one thing: what the controller costs.
+
+    A single cell's interval is too wide for a few per cent.
+    """
+    pairs: dict[tuple[int, int], list[float]] = {}
+    for cell in cells:
+        if cell["chosen"]["mean_num_draft_tokens"] == 0:
+            where = cell["cell"]["batch"], cell["cell"]["context"]
+            pairs.setdefault(where, []).extend(cell["vs_plain"]["values"])
+    if not pairs:
+        return None
+    every = PairedRatio(tuple(value for values in pairs.values() for value in values))
+    worst, ratio = min(
+        ((where, PairedRatio(tuple(values))) for where, values in pairs.items()),
+        key=lambda one: one[1].upper,
+    )
+    return (
+        "The pairs of all cells in which nothing is drafted in the end, taken together, have "
+        f"{_between(every)} of plain decoding; of those with one batch and context, the lowest are at "
+        f"{worst[0]} x {worst[1]}: {_between(ratio)}."
+    )
+
+
+def _between(ratio: PairedRatio) -> str:
+    mean = math.exp(statistics.fmean(map(math.log, ratio.values)))
+    return f"{mean:.3f} ({ratio.lower:.3f} to {ratio.upper:.3f}, {len(ratio.values)} pairs)"
 
 
 def main(

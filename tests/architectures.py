@@ -248,7 +248,11 @@ ARCHITECTURES: dict[str, Callable[[], PretrainedConfig]] = {
 """Configurations by name. `CORE_ARCHITECTURES` are those that everybody tests with."""
 
 CORE_ARCHITECTURES = ("llama", "qwen3", "mistral", "gpt_neox")
-
+OTHER_ARCHITECTURES = tuple(name for name in ARCHITECTURES if name not in CORE_ARCHITECTURES)
+LOWERED = tuple(ARCHITECTURES)
+"""Whose forward is compiled: all of them (docs/models.md says so)."""
+POSITIONS_OF_OTHER_KINDS = ("phi3_longrope", "llama_dynamic_ntk", "gemma2", "gemma3", "gpt2", "cohere2")
+"""Tables by length, windows of some layers, learned positions."""
 VARIED_ARCHITECTURES = (
     "llama",
     "gpt2",  # learned positions, biases, transposed weights, layer norms

@@ -9,7 +9,9 @@ import glob
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -18,6 +20,11 @@ import pytest
 
 from tests import kept_results
 from tests.pairwise import chosen_cover
+
+# What support modules assert is explained as in tests: said before anything imports them.
+pytest.register_assert_rewrite(
+    *(f"tests.{path.name}" for path in Path(__file__).parent.iterdir() if path.is_dir())
+)
 
 SEED = 0x5EED
 STARTING_RAY = (
@@ -78,6 +85,38 @@ def _seeded() -> None:
     # A test of pure bookkeeping need not pay for importing torch; torch's own first seed is fixed.
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(SEED)
+
+
+@contextmanager
+def _torch_threads(number: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For a whole module, its fixtures included: models are tiny, more threads would mostly wait."""
+    with _torch_threads(1):
+        yield
+
+
+@pytest.fixture
+def one_thread_each() -> Iterator[None]:
+    """For each test anew, which may set another number; fixtures of the module keep theirs."""
+    with _torch_threads(1):
+        yield
+
+
+@pytest.fixture
+def threads_as_before() -> Iterator[None]:
+    """Whatever number of threads the test sets."""
+    with _torch_threads(None):
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

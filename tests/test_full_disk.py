@@ -17,10 +17,11 @@ from specdec.core.errors import ConfigError
 from specdec.proposers.corpus import open_corpus
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_profile import ProfileStore
-from tests.deploy.batch.test_batch import request, results_of, run, write
+from tests.architectures import make_tokenizer
+from tests.deploy.batch.batch_runs import request, results_of, run, write
 from tests.deploy.openai.fakes import Door
 from tests.full_disk import needs_mounts, small_disk
-from tests.specdec.proposers.test_retrieval import config_for, make_tokenizer
+from tests.specdec.proposers.retrieval_configs import config_for
 
 pytestmark = [pytest.mark.full, needs_mounts]
 

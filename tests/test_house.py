@@ -73,6 +73,45 @@ def test_modules_that_start_ray_are_kept_in_one_process() -> None:
     assert [name for name in marked if not name.startswith(STARTING_RAY)] == []
 
 
+def names_a_test_module(node: ast.AST) -> bool:
+    """Whether a statement imports a module of tests, or from one."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        origin = node.module if node.level == 0 else f"tests.{node.module or ''}"
+        names = [f"{origin}.{alias.name}" for alias in node.names]
+    else:
+        return False
+    return any(name.startswith("tests.") and ".test_" in name for name in names)
+
+
+def test_nobody_imports_from_a_test_module() -> None:
+    """A test module holds tests; what several need is support, in a module of its own beside them."""
+    offenders = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if names_a_test_module(node)
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_one"),
+    [
+        ("from tests.specdec.engine.test_engine import models", True),
+        ("from tests.specdec.engine import test_engine as engine", True),
+        ("import tests.specdec.engine.test_engine", True),
+        ("from .test_engine import models", True),
+        ("from . import test_engine", True),
+        ("from tests.specdec.engine.toy_engines import request", False),
+        ("from torch.testing import assert_close", False),
+    ],
+)
+def test_what_is_an_import_from_a_test_module(statement: str, is_one: bool) -> None:
+    assert names_a_test_module(ast.parse(statement).body[0]) is is_one
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_package_is_typed_and_described(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()

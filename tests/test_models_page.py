@@ -13,10 +13,8 @@ import transformers
 from specdec.model.inspection import TESTED_MODEL_TYPES
 from specdec.model.parallel.plan import _DECLARED
 from specdec.model.parallel.surgery import check_parallel
-from tests.architectures import ARCHITECTURES
-from tests.specdec.engine.test_identity import CORE_ARCHITECTURES, OTHER_ARCHITECTURES
-from tests.specdec.engine.test_ranks import COVER
-from tests.specdec.model.test_graphs import LOWERED
+from tests.architectures import ARCHITECTURES, CORE_ARCHITECTURES, LOWERED, OTHER_ARCHITECTURES
+from tests.specdec.engine.ranked_engines import RANKS_BY_ARCHITECTURE
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -61,4 +59,4 @@ def test_a_family(family: str) -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         check_parallel(model, 2)
-    assert set(row.architectures) & set(COVER), "test_ranks runs it over ranks"
+    assert set(row.architectures) & set(RANKS_BY_ARCHITECTURE), "test_ranks runs it over ranks"

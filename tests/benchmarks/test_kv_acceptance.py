@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 import pytest
-import torch
 from rich.console import Console
 
 from benchmarks.kv_acceptance import FULL, Plan, draw, headlines_of, measure, table_of
 from benchmarks.long_context_engines import Drafter
 from specdec.kv.selection import KvPolicyName
 
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 DEMO = Path(__file__).parents[2] / "models" / "demo"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.full

@@ -202,16 +202,8 @@ def test_a_draft_keeps_its_budget_in_whole_blocks() -> None:
     assert Drafter(method="self", policy="streaming", budget=0.05).kept_tokens(4000) == 208 + 16
 
 
-@pytest.fixture
-def _one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.full
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread_each")
 def test_a_cell_is_measured(tmp_path: Path) -> None:
     """Two drafters of the demo family, for a moment: rounds and tokens are those of every sequence."""
     (tmp_path / "target").symlink_to(DEMO / "target")

@@ -73,7 +73,7 @@ def a_cell(controller: float, plain: float, best: float | None, cold: float = 1.
     return {
         "cell": Cell(deployment="colocated", batch=4, context=128, acceptance=0.5),
         "best": "plain" if best is None else "lockstep, k = 2",
-        "cold": {"vs_plain": (cold, 1.0)},
+        "cold": {"vs_plain": (1.0, cold)},
         "chosen": {"mode": "lockstep", "mean_num_draft_tokens": 2.0, "reason": "gain"},
         **summarise(turns_of(controller, plain, best)),
     }
