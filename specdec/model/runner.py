@@ -274,6 +274,11 @@ class ModelRunner:
         """See `core.plan.TargetResult.kv_generation`: 0 while the forward runs eagerly, 1 once compiled."""
         return int(self.graphs is not None and self.graphs.is_ready)
 
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """See `TargetDescription.row_buckets`: those of `graphs`, so none while everything runs eagerly."""
+        return () if self.graphs is None else self.graphs.row_buckets
+
     def pack(self, slices: Sequence[SequenceSlice]) -> ForwardInputs:
         """Lay `slices` out as one flat batch, in host memory: who runs it knows best how to send it on."""
         metadata = build_metadata(slices, block_size=self.block_size)

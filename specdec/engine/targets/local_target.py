@@ -162,7 +162,7 @@ class LocalTarget:
             drafts_itself=self_drafting is not None or make_drafter is not None,
             sampling_defaults=sampling_defaults_of(loaded.path),
             device=device_name(loaded.device),
-            row_buckets=() if runner.graphs is None else runner.graphs.row_buckets,
+            row_buckets=runner.row_buckets,
         )
 
     @property

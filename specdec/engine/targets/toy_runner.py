@@ -33,6 +33,7 @@ class ToyRunner:
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.row_buckets: tuple[int, ...] = ()
         self.num_forwards = 0
         self.num_tokens_read = 0
         self._slots = [0] * (num_blocks * block_size)

@@ -616,7 +616,7 @@ def test_the_command_reads_lines_of_json(target_folder: Path, tmp_path: Path) ->
     assert (tmp_path / "heads" / "medusa_lm_head.safetensors").exists()
     with data.open("a") as file:
         file.write('\n{"words": "yz"}')
-    wrong = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "others")])
+    wrong = CliRunner().invoke(app, [*arguments, *sizes, "--out", str(tmp_path / "others")])
     assert wrong.exit_code == 2
     assert f"{data}:4 must be an object with" in "".join(wrong.stderr.split("\n"))
 
