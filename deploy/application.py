@@ -14,6 +14,7 @@ from cluster.generation import target_generation
 from deploy.config import DrafthouseConfig, ServedModel
 from deploy.door_settings import door_settings
 from deploy.ingress import IngressReplica, ModelBehind
+from deploy.openai.certificates import CertificateFiles
 from deploy.openai.errors import NOT_READY_RETRY_AFTER_S
 
 APPLICATION = "drafthouse"
@@ -26,10 +27,17 @@ _MAX_QUEUED_REQUESTS = 2_000
 there (one that died is replaced within seconds). Serve would keep any number, each with its body."""
 
 
-def build_application(config: DrafthouseConfig, own: Collection[str] | None = None) -> serve.Application:
+def build_application(
+    config: DrafthouseConfig,
+    own: Collection[str] | None = None,
+    certificate: CertificateFiles | None = None,
+) -> serve.Application:
     """Return the application, ready for `serve.run`. Ray must be connected.
 
-    `own`: names that it may have on the cluster (`build_applications`).
+    Args:
+        config: what it is to be.
+        own: names that it may have on the cluster (`build_applications`).
+        certificate: what clients are shown where it is not `config.http.tls` that says so.
 
     Raises:
         ResourceError: the workers do not fit the cluster, or another application has its namespace.
@@ -41,7 +49,7 @@ def build_application(config: DrafthouseConfig, own: Collection[str] | None = No
         ModelBehind(
             target=model.engine.target,
             cluster=model.cluster,
-            settings=door_settings(config.http, model),
+            settings=door_settings(config.http, model, certificate),
             generation=target_generation(model.engine),
         )
         for model in models

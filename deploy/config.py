@@ -101,12 +101,14 @@ class HttpConfig(StrictConfig):
     """Seconds for which a client that lost its connection may go on with its stream, by sending the same
     request with the header Last-Event-ID; for so long what was generated is kept. Where it was lost with a
     coordinator it is generated again, if the last event is not older than this and
-    `cluster.failover_timeout_s` together. 0: nothing is kept, and no stream can be resumed."""
+    `cluster.failover_timeout_s` together. 0: nothing is kept, no stream can be resumed, and events have no
+    ids."""
     stream_keep_alive_s: float | None = Field(default=DEFAULT_STREAM_KEEP_ALIVE_S, ge=0, le=3600)
     """Seconds without a delivery after which a stream gets a comment, which clients skip: what is in front
     cuts connections that bring nothing for a while (load balancers often after 60 seconds). A stream that
     still waits for its first token then has status 200, and is refused by an error event. 0 or None: never;
-    else at least 1."""
+    else at least 1. Where it is not given and `resume_window_s` is 0, never: streams are then of nothing but
+    `data:` lines."""
     access_log: bool = False
     """Write a log line for each request to the API: route, status, seconds and ids, no text of it."""
     ray_metrics: bool = True

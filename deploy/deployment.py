@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -67,7 +68,7 @@ class Deployment:
         logging.getLogger("ray.serve").setLevel(logging.INFO if show_logs else logging.WARNING)
         self._config = config
         tls = config.http.tls
-        self._verify = True if tls is None else own_context(tls)
+        self._verify = None if tls is None else own_context(tls)
         self._environment = environment
         self._said: tuple[str, ...] = ()
         """What the door has said last that waiting may not help against."""
@@ -188,15 +189,28 @@ class Deployment:
             time.sleep(_STOP_POLL_S)
 
     def _answers(self) -> bool:
+        self._trust_renewed()
         try:
             # This machine itself is asked: a proxy of the environment would look for it on its own.
             answer = httpx.get(
-                f"{self.url}/health", timeout=_PROBE_TIMEOUT_S, verify=self._verify, trust_env=False
+                f"{self.url}/health", timeout=_PROBE_TIMEOUT_S, verify=self._verify or True, trust_env=False
             )
             self._said = _unread_keys(answer)
             return answer.status_code == 200
         except httpx.HTTPError:
             return False
+
+    def _trust_renewed(self) -> None:
+        """Trust what the certificate's file holds now, too, as it may have been renewed while models load.
+
+        The one from before stays trusted: proxies may greet with it for a while, or, started without being
+        told to follow the file, for as long as they run.
+        """
+        tls = self._config.http.tls
+        if tls is None or self._verify is None:
+            return
+        with contextlib.suppress(OSError):  # half written: the next look will find it whole
+            self._verify.load_verify_locations(cafile=tls.certificate_file)
 
 
 class _Places:

@@ -8,10 +8,13 @@ from deploy.openai.settings import DoorSettings
 from specdec.model.config import ModelConfig
 
 
-def door_settings(http: HttpConfig, model: ServedModel) -> DoorSettings:
+def door_settings(
+    http: HttpConfig, model: ServedModel, certificate: CertificateFiles | None = None
+) -> DoorSettings:
     """Return what the door before a model is to know.
 
-    API keys are no part of it: doors read the file themselves.
+    API keys are no part of it: doors read the file themselves. `certificate`: what clients are shown; None:
+    what `http.tls` says.
     """
     scheduler = model.engine.scheduler
     room = model.cluster.target_groups.max_groups * (scheduler.max_num_seqs + scheduler.max_num_waiting)
@@ -26,7 +29,7 @@ def door_settings(http: HttpConfig, model: ServedModel) -> DoorSettings:
         max_unread_outputs=http.max_unread_outputs,
         max_deliveries_per_s=http.max_deliveries_per_s,
         niceness=http.niceness,
-        stream_keep_alive_s=http.stream_keep_alive_s or None,
+        stream_keep_alive_s=_keep_alive_s(http),
         resume_window_s=http.resume_window_s,
         failover_timeout_s=model.cluster.failover_timeout_s,
         takes_model_defaults=http.generation_config == "auto",
@@ -36,12 +39,21 @@ def door_settings(http: HttpConfig, model: ServedModel) -> DoorSettings:
         ray_metrics=http.ray_metrics,
         tracing=http.tracing,
         allowed_origins=http.allowed_origins,
-        certificate=None if http.tls is None else _certificate_of(http.tls),
+        certificate=certificate or _certificate_of(http.tls),
         parallelism=parallelism_of(model.engine.target),
     )
 
 
-def _certificate_of(tls: TlsConfig) -> CertificateFiles:
+def _keep_alive_s(http: HttpConfig) -> float | None:
+    # Without a resume window streams have no ids, so that readers may take every line for JSON.
+    if http.resume_window_s == 0 and "stream_keep_alive_s" not in http.model_fields_set:
+        return None
+    return http.stream_keep_alive_s or None
+
+
+def _certificate_of(tls: TlsConfig | None) -> CertificateFiles | None:
+    if tls is None:
+        return None
     return CertificateFiles(certificate_file=tls.certificate_file, key_file=tls.key_file)
 
 

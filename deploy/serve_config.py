@@ -27,8 +27,9 @@ from ray.serve.schema import ApplicationStatus
 
 from deploy.api_keys import read_api_keys
 from deploy.application import build_application
-from deploy.config import DrafthouseConfig, TlsConfig
+from deploy.config import DrafthouseConfig
 from deploy.config_file import parse_config
+from deploy.openai.certificates import CertificateFiles
 from deploy.openai.tracing import require_exporter
 from deploy.preflight import check_models
 from specdec.core.errors import ConfigError
@@ -66,23 +67,26 @@ def build(args: dict[str, Any]) -> serve.Application:
     keys_file = arguments.config.http.api_keys_file
     if keys_file is not None:
         read_api_keys(keys_file)  # doors do; what is found here costs no running one its place
-    return build_application(_with_tls_of_serve(arguments.config), own=_being_deployed())
+    return build_application(arguments.config, own=_being_deployed(), certificate=_certificate_of_serve())
 
 
-def _with_tls_of_serve(config: DrafthouseConfig) -> DrafthouseConfig:
-    """Return the configuration with the files by which Serve listens, if any: doors say when they end."""
+def _certificate_of_serve() -> CertificateFiles | None:
+    """Return the files by which Serve listens, if any: doors say when they end."""
     try:
         client = _get_global_client(raise_if_no_controller_running=False)
     except (RayError, RayServeException) as error:
         logger.warning(
             "Serve does not say how it listens, so /metrics will not say when that ends: %s", error
         )
-        return config
+        return None
     options = None if client is None else client.http_config
     if options is None or not (options.ssl_certfile and options.ssl_keyfile):
-        return config
-    tls = TlsConfig(certificate_file=options.ssl_certfile, key_file=options.ssl_keyfile)
-    return config.model_copy(update={"http": config.http.model_copy(update={"tls": tls})})
+        return None
+    return CertificateFiles(
+        certificate_file=options.ssl_certfile,
+        key_file=options.ssl_keyfile,
+        passphrase=options.ssl_keyfile_password,
+    )
 
 
 def _being_deployed() -> frozenset[str] | None:

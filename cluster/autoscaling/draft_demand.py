@@ -5,6 +5,7 @@ The pool's replicas report it to Serve with their own numbers, because a policy 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -22,9 +23,10 @@ class DraftDemand(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: float
     """That run or wait."""
-    utilization: float | None
+    utilization: float
     """Share of the last seconds, idle time included, in which a draft worker drafted for it: the mean over
-    them; None: it has no rounds, as while its target is loaded, so that nothing of its is known."""
+    them; NaN: it has no rounds, as while its target is loaded, so that nothing of its is known. A number, and
+    no field of its own: readers of another version can neither add None up nor take what they do not know."""
     wait_share: float
     """Waiting for drafts over the time of a round."""
     hidden_share: float | None
@@ -41,7 +43,7 @@ def demand_of(metrics: Mapping[str, float], recent: RecentStatus | None) -> Draf
     worth = metrics.get("speculation_pool_worth")
     return DraftDemand(
         num_requests=metrics.get("num_requests_running", 0.0) + metrics.get("num_requests_waiting", 0.0),
-        utilization=None if recent is None else float(metrics.get("draft_utilization", 0.0)),
+        utilization=math.nan if recent is None else float(metrics.get("draft_utilization", 0.0)),
         wait_share=0.0 if recent is None or not round_s else recent.draft_wait_s / round_s,
         hidden_share=None if recent is None else recent.hidden_share,
         worth=None if worth is None else float(worth),
@@ -60,9 +62,9 @@ def pool_stats(demands: Iterable[DraftDemand]) -> dict[str, float]:
     stats = {"num_requests": sum(one.num_requests for one in demands)}
     if not stats["num_requests"]:
         return stats
-    serving = [one for one in demands if one.utilization is not None]
+    serving = [one for one in demands if not math.isnan(one.utilization)]
     if any(one.num_requests for one in serving):
-        stats["utilization"] = min(1.0, sum(one.utilization or 0.0 for one in serving))
+        stats["utilization"] = min(1.0, sum(one.utilization for one in serving))
         for name in ("wait_share", "drafting_share"):
             stats[name] = _mean((getattr(one, name), one.num_requests) for one in serving)
     for name in ("hidden_share", "worth"):

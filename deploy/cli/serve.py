@@ -89,7 +89,9 @@ def serve_until_stopped(options: ServeOptions) -> None:
 def _configured(options: ServeOptions) -> DrafthouseConfig:
     config = load_config(options.config)
     overrides = {"host": options.host, "port": options.port}
-    http = config.http.model_dump() | {name: value for name, value in overrides.items() if value is not None}
+    http = config.http.model_dump(exclude_unset=True) | {
+        name: value for name, value in overrides.items() if value is not None
+    }
     return config.model_copy(update={"http": HttpConfig.model_validate(http)})
 
 

@@ -103,8 +103,8 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
             severity="warning",
             summary="{{ $labels.job }} turns {{ $value | humanizePercentage }} of requests away",
             description="The queue of {{ $labels.job }} is full, or too long for the time that clients give, "
-            "and they get 429. Add target groups, or accept less. Requests of API keys at a limit of their "
-            "own do not count.",
+            "and they get 429, or such an event where their stream had begun. Add target groups, or accept "
+            "less. Requests of API keys at a limit of their own do not count.",
         ),
         Alert(
             name="DrafthouseOutOfTime",

@@ -23,14 +23,16 @@ def failed_share(scope: Scope) -> str:
 
 
 def turned_away_share(scope: Scope) -> str:
-    """Return the share of requests for text that are answered with 429, of those that API keys let in."""
+    """Return the share of requests for text that are turned away, of those that API keys let in."""
     return share(num_turned_away(scope), _let_in(scope, _GENERATING))
 
 
 def num_turned_away(scope: Scope) -> str:
-    """Return how many requests for text are answered with 429 per second, but for those whose API key is at a
-    limit."""
-    return _let_in(scope, f'{_GENERATING},status="429"')
+    """Return how many requests for text are turned away per second, with status 429 or by the event of a
+    stream that a comment had begun, but for those whose API key is at a limit: these all get the status."""
+    answers = _let_in(scope, f'{_GENERATING},status="429"')
+    none = f"0 * {scope.rate('http_requests', where=_GENERATING)}"
+    return f"({answers} + ({scope.rate('streams_turned_away')} or {none}))"
 
 
 def num_at_limit(scope: Scope) -> str:

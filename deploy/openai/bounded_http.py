@@ -211,7 +211,11 @@ def _follow_certificate(config: uvicorn.Config) -> None:
     if config.ssl is None or not config.ssl_certfile or config.ssl.sni_callback is not None:
         return
     certificate = str(config.ssl_certfile)
-    files = CertificateFiles(certificate_file=certificate, key_file=str(config.ssl_keyfile or certificate))
+    files = CertificateFiles(
+        certificate_file=certificate,
+        key_file=str(config.ssl_keyfile or certificate),
+        passphrase=config.ssl_keyfile_password,
+    )
     followed = FollowedCertificate(files, partial(_context_like, config))
 
     def choose(connection: ssl.SSLObject, name: str | None, own: ssl.SSLContext) -> None:
@@ -223,7 +227,7 @@ def _follow_certificate(config: uvicorn.Config) -> None:
 def _context_like(config: uvicorn.Config, files: CertificateFiles) -> ssl.SSLContext:
     """Return a context with these files that is like the one that uvicorn has made."""
     context = ssl.SSLContext(config.ssl_version)
-    load(context, files, config.ssl_keyfile_password)
+    load(context, files)
     context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
     if config.ssl_ca_certs:
         context.load_verify_locations(config.ssl_ca_certs)

@@ -11,7 +11,7 @@ import errno
 import logging
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from deploy.openai.file_stamp import FileStamp, stamp_of
@@ -34,7 +34,9 @@ class CertificateFiles:
     certificate_file: str
     """PEM file: the server's certificate, then those between it and one that clients trust."""
     key_file: str
-    """PEM file: the private key of the first certificate, without a passphrase."""
+    """PEM file: the private key of the first certificate."""
+    passphrase: str | None = field(default=None, repr=False)
+    """Of the key; None: it has none."""
 
 
 class FollowedCertificate(Generic[_Read]):
@@ -121,13 +123,13 @@ def expiry_timestamp_s(files: CertificateFiles) -> float:
     return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
 
 
-def load(server: ssl.SSLContext, files: CertificateFiles, passphrase: str | None = None) -> None:
+def load(server: ssl.SSLContext, files: CertificateFiles) -> None:
     """Have a server show a certificate.
 
     Raises:
         OSError: the files are no use (`ssl.SSLError`: for what they hold). The server may be none then.
     """
-    server.load_cert_chain(files.certificate_file, files.key_file, passphrase or _no_passphrase)
+    server.load_cert_chain(files.certificate_file, files.key_file, files.passphrase or _no_passphrase)
 
 
 def _no_passphrase() -> str:

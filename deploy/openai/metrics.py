@@ -94,6 +94,10 @@ class DoorMetrics:
         )
         for code in (*STREAM_FAILURES, "other"):
             self.streams_failed.labels(code)
+        self.streams_turned_away = self._counter(
+            "streams_turned_away",
+            "Streams that were refused, as by status 429, after a comment had begun them with status 200.",
+        )
         self.client_timeouts = self._counter(
             "http_client_timeouts",
             "Requests that ended because the time that their client gave, less than the server gives, was "

@@ -47,6 +47,7 @@ some of one that has no data: OpenAI's client takes the last id that has come fo
 _LINE_ENDS = tuple((one.encode(), b"\\u%04x" % ord(one)) for one in "\x85\u2028\u2029")
 """What some clients take for the end of a line, though it is none in server-sent events (httpx's
 `iter_lines`), and how JSON writes it so that nobody does. In UTF-8 no other character holds these bytes."""
+_TURNED_AWAY = 429
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -223,6 +224,8 @@ class EventStream:
         code = api_error.detail.code
         if api_error.status >= 500 and code != SLOW_READER:  # the client's own doing, counted as such
             self._metrics.note_failed_stream(code, has_own_limit=self._has_own_limit)
+        elif api_error.status == _TURNED_AWAY:
+            self._metrics.streams_turned_away.inc()
         return self._event(api_error.body())
 
 

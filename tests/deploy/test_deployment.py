@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -26,10 +27,13 @@ from deploy.deployment import (
     base_url,
     start_serve,
 )
+from deploy.openai.bounded_http import BoundedHttp
+from deploy.openai.certificates import FollowedCertificate
 from deploy.openai.errors import keys_unread, not_ready
 from deploy.preflight import check_local_resources
 from specdec.core.errors import CheckpointError, DrafthouseError, ResourceError, UserError
 from specdec.model.config import ModelConfig
+from tests.deploy.certificates import make_certificate
 from tests.deploy.openai.fakes import Door
 from tests.deploy.openai.live import live_server
 
@@ -301,6 +305,25 @@ def test_a_door_that_cannot_read_its_keys_is_heard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(httpx, "get", get)
     told = list(Deployment(DrafthouseConfig(target=ModelConfig(model="x"))).wait_ready())
     assert ["/etc/keys cannot be read" in line for line in told] == [True, False]
+
+
+def test_a_certificate_that_is_renewed_while_models_load_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the one from before, which proxies may still greet with; half of one is not yet one."""
+    monkeypatch.setattr(FollowedCertificate, "look_s", 0.0)
+    tls, second = make_certificate(tmp_path), make_certificate(tmp_path, "second")
+    before = Path(tls.certificate_file).read_text()
+    options = {"http": BoundedHttp, "ssl_certfile": tls.certificate_file, "ssl_keyfile": tls.key_file}
+    with live_server(Door().app, **options) as url:
+        http = HttpConfig(port=httpx.URL(url).port, tls=tls)
+        deployment = Deployment(DrafthouseConfig(target=ModelConfig(model="x"), http=http))
+        assert deployment._answers()
+        Path(tls.certificate_file).write_text(before[: len(before) // 2])
+        assert deployment._answers(), "the server shows the one from before"
+        for old, new in ((tls.certificate_file, second.certificate_file), (tls.key_file, second.key_file)):
+            os.replace(new, old)
+        assert deployment._answers()
 
 
 def test_no_proxy_of_the_environment_is_asked_whether_this_machine_answers(

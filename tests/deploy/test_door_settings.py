@@ -10,8 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config import ClusterConfig
-from deploy.config import DrafthouseConfig, HttpConfig
+from deploy.config import DrafthouseConfig, HttpConfig, TlsConfig
 from deploy.door_settings import door_settings
+from deploy.openai.certificates import CertificateFiles
 from specdec.model.config import ModelConfig
 from specdec.sampling.config import GrammarConfig
 from specdec.scheduling.config import SchedulerConfig
@@ -31,7 +32,14 @@ def test_door_settings_follow_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"), [({}, 15), *[({"stream_keep_alive_s": s}, s or None) for s in (0, None, 1, 3600)]]
+    ("given", "told"),
+    [
+        ({}, 15),
+        *[({"stream_keep_alive_s": s}, s or None) for s in (0, None, 1, 3600)],
+        pytest.param({"resume_window_s": 0}, None, id="nothing but data"),
+        pytest.param({"resume_window_s": 0, "stream_keep_alive_s": 15}, 15, id="no ids, but comments"),
+        ({"resume_window_s": 30}, 15),
+    ],
 )
 def test_a_door_is_told_when_silent_streams_get_a_comment(given: dict[str, Any], told: float | None) -> None:
     http = HttpConfig.model_validate(given)
@@ -43,6 +51,16 @@ def test_a_door_is_told_when_silent_streams_get_a_comment(given: dict[str, Any],
 def test_silences_have_bounds(seconds: float) -> None:
     with pytest.raises(ValidationError, match="stream_keep_alive_s"):
         HttpConfig(stream_keep_alive_s=seconds)
+
+
+def test_a_door_is_told_what_clients_are_shown_by_whoever_listens() -> None:
+    tls = TlsConfig(certificate_file="/own.crt", key_file="/own.key")
+    of_serve = CertificateFiles(certificate_file="/a.crt", key_file="/a.key", passphrase="x")
+    (model,) = DrafthouseConfig(target=ModelConfig(model="x")).served_models()
+    assert door_settings(HttpConfig(), model).certificate is None
+    own = CertificateFiles(certificate_file="/own.crt", key_file="/own.key")
+    assert door_settings(HttpConfig(tls=tls), model).certificate == own
+    assert door_settings(HttpConfig(), model, of_serve).certificate == of_serve
 
 
 def test_a_stream_can_be_resumed_once_there_is_another_coordinator() -> None:

@@ -12,7 +12,7 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from deploy.config import TlsConfig
+from deploy.openai.certificates import CertificateFiles
 from deploy.serve_config import _being_deployed, build, parse_arguments
 from specdec.core.errors import ConfigError
 
@@ -67,21 +67,30 @@ def test_nothing_is_built_without_the_keys(tmp_path: Path) -> None:
         build({"config": TARGET | {"http": http}})
 
 
-@pytest.mark.parametrize("files", [None, ("/etc/tls.crt", "/etc/tls.key")], ids=["http", "https"])
+@pytest.mark.parametrize("passphrase", [None, "secret"])
 def test_doors_are_told_by_which_files_serve_listens(
-    files: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
+    passphrase: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They say when the certificate ends. The file of the application cannot: it is Serve that listens."""
-    options = HTTPOptions()
-    if files is not None:
-        options = HTTPOptions(ssl_certfile=files[0], ssl_keyfile=files[1])
+    files = {
+        "ssl_certfile": "/etc/tls.crt",
+        "ssl_keyfile": "/etc/tls.key",
+        "ssl_keyfile_password": passphrase,
+    }
+    told = certificate_told(HTTPOptions(**files), monkeypatch)
+    assert told == CertificateFiles(
+        certificate_file="/etc/tls.crt", key_file="/etc/tls.key", passphrase=passphrase
+    )
+    assert "secret" not in repr(told)
+    assert certificate_told(HTTPOptions(), monkeypatch) is None
+
+
+def certificate_told(options: HTTPOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
     client = SimpleNamespace(http_config=options)
     monkeypatch.setattr("deploy.serve_config._get_global_client", lambda **_: client)
-    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own: config)
+    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own, certificate: certificate)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
-    built: Any = build({"config": TARGET, "insecure": True})
-    expected = None if files is None else TlsConfig(certificate_file=files[0], key_file=files[1])
-    assert built.http.tls == expected
+    return build({"config": TARGET, "insecure": True})
 
 
 def test_a_builder_knows_by_what_serve_deploys_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,8 @@ _SHARES = Row(
         ),
         panel(
             "Turned away and out of time",
-            "Turned away: refused (429) because the queue was full, or too long for the time that they gave. "
+            "Turned away: refused because the queue was full, or too long for the time that they gave, with "
+            "status 429, or by an event of their stream where a comment had begun it with 200. "
             "Out of time: ended because their time was up; those whose client gave them less than the server "
             "does are shown by status, too. Both mean more load than there is room for, or limits that are "
             "too tight. API key at a limit: refused (429) whatever room there is.",

@@ -76,10 +76,12 @@ _REQUESTS = Row(
             "Answers by status",
             "HTTP answers per second. 429: the queue is full or too long, or an API key is at its limit. "
             "503: nobody is ready. 504: out of time. 499: the client left. Of all routes: /health says 503, "
-            "too. Streams that fail on the way have had status 200, and are shown by their error's code.",
+            "too. Streams that fail on the way have had status 200, and are shown by their error's code; so "
+            "have those that are turned away after a comment.",
             "reqps",
             line(SHOWN.rate("http_requests", by=("status",)), "{{status}}"),
             line(SHOWN.rate("streams_failed", by=("code",)), "stream: {{code}}"),
+            line(SHOWN.rate("streams_turned_away"), "stream: turned away"),
         ),
         panel(
             "Requests in the engine",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -199,6 +200,15 @@ class TestDraftPool:
         assert pool_stats([serving, loading]) == pytest.approx(shares)
         idle = msgspec.structs.replace(serving, num_requests=0.0, utilization=0.0)
         assert "utilization" not in pool_stats([idle, loading])
+
+    def test_readers_of_another_version_can_add_up_what_is_not_known(self) -> None:
+        """Draft workers that an update is about to replace add all shares up, whosever they are."""
+        loading, known = demand_of({"num_requests_waiting": 5.0}, None), 0.6
+        assert min(1.0, sum((known, loading.utilization))) == 1.0, "busy: no worker is given up for it"
+        assert loading.wait_share * 5.0 + loading.drafting_share * 5.0 == 0.0
+        assert pool_stats([pickle.loads(pickle.dumps(loading))]) == {"num_requests": 5.0}
+        fields = {"num_requests", "utilization", "wait_share", "hidden_share", "worth", "drafting_share"}
+        assert set(DraftDemand.__struct_fields__) == fields, "one that they do not know they could not read"
 
     def test_demands_of_coordinators_come_together_by_their_requests(self) -> None:
         recent = RecentStatus(

@@ -88,6 +88,7 @@ def busy_door(num_requests: int) -> DoorMetrics:
     for status in ("200", "429", "500"):
         door.http_requests.labels("/v1/completions", status).inc(num_requests)
     door.streams_failed.labels("coordinator_lost").inc(num_requests)
+    door.streams_turned_away.inc(num_requests)
     door.client_timeouts.labels("504").inc(num_requests)
     door.api_key_refusals.labels("team", "tokens").inc(num_requests)
     door.aborted.inc(num_requests)

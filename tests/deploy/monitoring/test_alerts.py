@@ -29,6 +29,7 @@ HEALTH = f'{PREFIX}http_requests_total{{job="drafthouse",route="/health",status=
 REFUSED_KEYS = f'{PREFIX}api_key_refusals_total{{job="drafthouse",key="batch",limit="tokens"}}'
 CLIENT_TIMEOUTS = f'{PREFIX}http_client_timeouts_total{{job="drafthouse",status="%s"}}'
 FAILED_STREAMS = f'{PREFIX}streams_failed_total{{job="drafthouse",code="coordinator_lost"}}'
+REFUSED_STREAMS = f'{PREFIX}streams_turned_away_total{{job="drafthouse"}}'
 CERTIFICATE_END = (
     f'{PREFIX}tls_certificate_expiry_timestamp_seconds{{job="drafthouse",certificate_file="/tls.crt"}}'
 )
@@ -76,6 +77,7 @@ def well() -> dict[str, str]:
         HEALTH % 200: f"0+12x{MINUTES}",
         HEALTH % 503: RESTS,
         FAILED_STREAMS: RESTS,
+        REFUSED_STREAMS: RESTS,
         CERTIFICATE_END: gauge(90 * 86400),
         f'{PREFIX}http_requests_in_progress{{job="drafthouse"}}': gauge(3),
         f'{FIRST_TOKENS}_bucket{{job="drafthouse",le="2.5"}}': GROWS,
@@ -215,6 +217,24 @@ def test_requests_of_keys_at_their_own_limit_are_not_turned_away_for_want_of_roo
             scenario(well() | at_limit | {ANSWERS % 429: f"0+600x{MINUTES}"}, set()),
             scenario(well() | at_limit | {ANSWERS % 429: f"0+601x{MINUTES}"}, set()),
             scenario(well() | at_limit | {ANSWERS % 429: f"0+606x{MINUTES}"}, {"DrafthouseTurnsAway"}),
+        ],
+    )
+
+
+@needs_promtool
+def test_streams_that_comments_had_begun_are_turned_away_too(tmp_path: Path) -> None:
+    """Whatever keys at their own limit are refused, which no stream is that has begun; and a door of an older
+    version, which does not count them, is judged by its answers."""
+    at_limit = {REFUSED_KEYS: f"0+600x{MINUTES}", ANSWERS % 429: f"0+600x{MINUTES}"}
+    before = {name: values for name, values in well().items() if name != REFUSED_STREAMS}
+    streams, answers = {REFUSED_STREAMS: f"0+6x{MINUTES}"}, {ANSWERS % 429: f"0+6x{MINUTES}"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | streams, {"DrafthouseTurnsAway"}),
+            scenario(well() | at_limit | streams, {"DrafthouseTurnsAway"}),
+            scenario(before, set()),
+            scenario(before | answers, {"DrafthouseTurnsAway"}),
         ],
     )
 

@@ -3,6 +3,7 @@ changes nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import os
@@ -59,6 +60,8 @@ def shown_at(url: str, host: str = "127.0.0.1") -> str:
 @contextmanager
 def served(files: CertificateFiles, loop: str = "auto") -> Iterator[str]:
     options = {"ssl_certfile": files.certificate_file, "ssl_keyfile": files.key_file, "loop": loop}
+    if files.passphrase is not None:
+        options["ssl_keyfile_password"] = files.passphrase
     with live_server(APP, http=BoundedHttp, **options) as url:
         yield url
 
@@ -83,6 +86,22 @@ def test_clients_are_shown_the_certificate_that_the_files_hold_now(loop: str, tm
         assert before.get("/").text == "here", "the same connection"
         renewed = ssl.create_default_context(cafile=second.certificate_file)
         assert httpx.get(url, verify=renewed).text == "here"
+
+
+@pytest.mark.usefixtures("_looks_each_time")
+def test_a_key_with_a_passphrase_is_followed_where_the_server_has_it(tmp_path: Path) -> None:
+    """As Serve has it of `ssl_keyfile_password`: it shows what is new, and says when that ends."""
+    first = make_certificate(tmp_path, "first", passphrase=b"x")
+    second = make_certificate(tmp_path, "second", days=30, passphrase=b"x")
+    files = dataclasses.replace(mounted(tmp_path / "mount", first), passphrase="x")
+    with served(files) as url:
+        assert shown_at(url) == text_of(first)
+        mounted(tmp_path / "mount", second)
+        assert shown_at(url) == text_of(second)
+    assert expiry_timestamp_s(files) == pytest.approx(time.time() + 30 * 86400, abs=120)
+    for wrong in (None, "y"):
+        with pytest.raises(OSError, match=r"passphrase|SSL"):
+            expiry_timestamp_s(dataclasses.replace(files, passphrase=wrong))
 
 
 def garbage(tmp_path: Path, second: TlsConfig) -> TlsConfig:

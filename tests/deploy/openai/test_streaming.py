@@ -176,10 +176,19 @@ def test_a_refusal_is_a_status_unless_comments_came_before_it(path: str) -> None
     for response in (at_once, late):
         assert (response.status_code, response.headers["retry-after"]) == (429, "3")
         assert error_of(response)["code"] == "rate_limit_exceeded"
-    begun = door_of(Pausing(refuse_with=full)).post(path, body)
+    door = door_of(Pausing(refuse_with=full))
+    assert streams_turned_away(door) == 0
+    begun = door.post(path, body)
     assert begun.status_code == 200
     (_, error), (_, done) = events_of(begun)
     assert (error["error"]["code"], done) == ("rate_limit_exceeded", "[DONE]")
+    assert streams_turned_away(door) == 1
+    assert set(re.findall(r"streams_failed_total{.*} (\S+)", door.get("/metrics").text)) == {"0.0"}
+
+
+def streams_turned_away(door: Door) -> float:
+    (count,) = re.findall(r"(?m)^\w+_streams_turned_away_total (\S+)$", door.get("/metrics").text)
+    return float(count)
 
 
 def test_a_silent_stream_has_its_time_limit() -> None:
