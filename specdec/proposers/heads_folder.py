@@ -39,7 +39,9 @@ def open_heads(config: SpeculativeConfig, target: str | Path) -> DrafterFolder:
         ConfigError: it holds none of the method that is asked for.
     """
     path = target if config.model is None else config.model
-    folder = open_drafter(path, allow_pickled=config.allow_pickled_weights)
+    folder = open_drafter(
+        path, allow_pickled=config.allow_pickled_weights, passing_over_heads=config.model is None
+    )
     if config.model is None and not has_mtp(folder):
         raise ConfigError(
             f"speculative_config.method: {config.method} without `model` drafts with modules in the target's "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from specdec.core.errors import ConfigError
 from specdec.core.files import is_hidden
 from training.progress import console
 
+logger = logging.getLogger(__name__)
+
 _LINE_SUFFIXES = (".jsonl", ".ndjson")
 _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", *_LINE_SUFFIXES)
 HELD_OUT_SHARE = 0.05
@@ -25,6 +28,9 @@ _SPEAKERS = {
     "gpt": "assistant",
     "assistant": "assistant",
     "system": "system",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
 }
 """Roles of a chat template by what ShareGPT's `from` says."""
 
@@ -36,14 +42,16 @@ def read_documents(
 
     Without what the tokenizer begins every text with (`leading_ids`), which chat templates write, too.
     A line of JSON lines has a ``text``, a ``prompt`` (and ``completion``), ``messages`` (chat template), or
-    ``conversations`` as ShareGPT and SpecForge write them. Folders of ``leaving_out`` inside others are not
-    read: what a run writes would be other data when it goes on.
+    ``conversations`` as ShareGPT and SpecForge write them. Documents of fewer than two tokens, empty
+    conversations among them, are left out; their number is logged. Folders of ``leaving_out`` inside others
+    are not read: what a run writes would be other data when it goes on.
 
     Raises:
         ConfigError: a file or line is not what it should be, or there is no text at all.
     """
     files = list(_files(paths, [folder.resolve() for folder in leaving_out]))
     documents: list[np.ndarray] = []
+    num_left_out = 0
     lead = leading_ids(tokenizer)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("reading texts", total=sum(file.stat().st_size for file in files))
@@ -53,11 +61,19 @@ def read_documents(
                     ids = ids[len(lead) :]
                 if len(ids) > 1:
                     documents.append(np.asarray(ids, dtype=np.int64))
+                else:
+                    num_left_out += 1
                 progress.advance(task, num_characters)
     if not documents:
         raise ConfigError(
             f"--data: no text in {', '.join(map(str, paths)) or 'nothing'} (of folders, files that end in "
             f"{', '.join(_TEXT_SUFFIXES)} are read)"
+        )
+    if num_left_out:
+        logger.warning(
+            "--data: %d of %d documents have fewer than two tokens, and are left out",
+            num_left_out,
+            len(documents) + num_left_out,
         )
     return documents
 
@@ -170,6 +186,8 @@ def _line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> list[int
 def _chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.chat_template is None:
         raise ConfigError(f"--data: {where} has messages, the target has no chat template")
+    if not messages:  # of data sets that were filtered turn by turn; templates take the first for granted
+        return []
     try:
         return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
     except Exception as error:  # a template is code, and raises what it likes

@@ -58,7 +58,9 @@ class DrafterFolder:
         return found
 
 
-def open_drafter(path: str | Path, *, allow_pickled: bool = False) -> DrafterFolder:
+def open_drafter(
+    path: str | Path, *, allow_pickled: bool = False, passing_over_heads: bool = False
+) -> DrafterFolder:
     """Look at a drafter's folder, or at that of a target that has a drafter in it.
 
     Files of heads go before those of a model, which are the target's where there are both. Of a whole model
@@ -67,19 +69,21 @@ def open_drafter(path: str | Path, *, allow_pickled: bool = False) -> DrafterFol
     Args:
         path: the folder.
         allow_pickled: whether, without safetensors, a pickled file may be read.
+        passing_over_heads: whether what is in a model is asked for, whatever files of heads lie beside it.
 
     Raises:
         CheckpointError: the folder, config.json or weights are missing or unreadable, or pickled unasked.
     """
     folder = open_folder(path)
-    if heads := [folder.path / name for name in _HEAD_FILES if (folder.path / name).is_file()]:
+    heads = [folder.path / name for name in _HEAD_FILES if (folder.path / name).is_file()]
+    if heads and not passing_over_heads:
         return _opened(folder.path, folder.config, heads, {})
     if any((folder.path / name).is_file() for name in _MODEL_FILES):
         files = open_checkpoint(path).weight_files
         opened = _opened(folder.path, folder.config, files, {})
         if not _is_whole_model(opened.shapes):
             return opened
-        beside = sorted(set(folder.path.glob("*.safetensors")) - set(files))
+        beside = sorted(set(folder.path.glob("*.safetensors")) - {*files, *heads})
         return _opened(folder.path, folder.config, (*files, *beside), {})
     pickled = [folder.path / name for name in _PICKLED_FILES if (folder.path / name).is_file()]
     if not pickled:

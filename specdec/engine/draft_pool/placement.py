@@ -174,7 +174,7 @@ class MemoryShortage:
     """For which sequences one draft worker has no memory, by their length and as far as it has refused some.
 
     One that is shorter than all that it has refused may come at once. Others are tried one at a time: right
-    behind one that it had memory for, else seldomer the oftener one was tried.
+    behind one that it had memory for, or one that left, else seldomer the oftener one was tried in vain.
     """
 
     def __init__(self, config: DraftDeadlineConfig) -> None:
@@ -183,6 +183,7 @@ class MemoryShortage:
         """Tokens, of what it had no memory for."""
         self._refused_s = 0.0
         self._num_attempts = 0
+        """Since it had memory for one."""
         self._retry_at_s = 0.0
 
     def is_recent(self, now_s: float) -> bool:
@@ -209,7 +210,8 @@ class MemoryShortage:
             self._shortest = min(num_tokens, self._shortest)
         else:  # what was refused long ago says nothing of now
             self._shortest, self._num_attempts = num_tokens, 0
-            self._retry_at_s = now_s + self._config.retry_interval_s(0)
+        # From the answer, as what is refused rests: else longer ones would be tried while the shortest does.
+        self._retry_at_s = max(self._retry_at_s, now_s + self._config.retry_interval_s(self._num_attempts))
         self._refused_s = now_s
 
     def accepted(self, num_tokens: int, now_s: float) -> None:
@@ -218,9 +220,14 @@ class MemoryShortage:
         That says little of the others that wait, as long as some are refused: all at once, they would be.
         """
         if self.is_doubtful(num_tokens):
+            self._num_attempts = 0
             self._retry_at_s = now_s
             if not self.is_recent(now_s):
                 self._shortest = None
+
+    def freed(self) -> None:
+        """A sequence that it had memory for has left: whether that is enough for another is tried at once."""
+        self._retry_at_s = 0.0
 
 
 def _comparable(workers: Sequence[DraftWorkerView]) -> list[DraftWorkerView]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
@@ -219,7 +219,7 @@ class DraftRegistry:
                 self._leave(sequence.request_id)
                 registration = None
             if registration is None or (has_other and registration.worker in silent):
-                before, registration = registration, self._register(sequence, now_s)
+                before, registration = registration, self._register(sequence, silent, now_s)
                 if before is not None and before is not registration and before.is_unanswered:
                     self._left_silent[before.worker].add(sequence.request_id)
             if registration is not None:
@@ -296,7 +296,7 @@ class DraftRegistry:
 
     def give(self, sequence: Placed, worker: PeerId, now_s: float) -> Registration:
         """Give a sequence to a worker, taking it from the one that has it."""
-        self._leave(sequence.request_id)
+        self._withdraw(sequence.request_id)
         registration = self.registrations[sequence.request_id] = Registration(worker, self._next_epoch)
         self._next_epoch += 1
         link = self.links[worker]
@@ -306,23 +306,34 @@ class DraftRegistry:
         return registration
 
     def _in_order(self, sequences: Sequence[S], now_s: float) -> Sequence[S]:
-        """Let those of which a worker may have no memory for but one come last, the shortest first.
+        """Let those without a worker of which one may have no memory for but one come last, shortest first.
 
-        Whoever is longer would find none either, and the next attempt is some time away.
+        Whoever is longer would find none either, and the next attempt is some time away. Those that a worker
+        has keep their place: the last of a round are the first to lose their memory there.
         """
         shortages = [link.memory for link in self.links.values() if link.memory.is_recent(now_s)]
         if not shortages:
             return sequences
 
         def doubtful_len(sequence: S) -> int:
+            if sequence.request_id in self.registrations:
+                return 0
             num_tokens = sequence.committed_len
             return num_tokens if any(its.is_doubtful(num_tokens) for its in shortages) else 0
 
         return sorted(sequences, key=doubtful_len)
 
-    def _register(self, sequence: Placed, now_s: float) -> Registration | None:
-        """Give a sequence to whoever has a place for it; None: it stays where it is, or without drafts."""
-        links = [link for link in self.links.values() if link.continues(sequence)]
+    def _register(self, sequence: Placed, silent: Set[PeerId], now_s: float) -> Registration | None:
+        """Give a sequence to whoever has a place for it, or leave it where it is; None: it is nowhere.
+
+        One that a silent worker has is given to no other of those: it would only be read anew.
+        """
+        present = self.registrations.get(sequence.request_id)
+        links = [
+            link
+            for link in self.links.values()
+            if link.continues(sequence) and (present is None or link.worker not in silent)
+        ]
         with_memory = [link for link in links if self._may_have_memory(link, sequence, now_s)]
         worker = place([link.view(now_s) for link in with_memory], self._placement)
         if worker is not None:
@@ -331,7 +342,7 @@ class DraftRegistry:
             self._outgrown.setdefault(sequence.request_id, {})
         else:
             self._outgrown.pop(sequence.request_id, None)
-        return self.registrations.get(sequence.request_id)
+        return present
 
     def _may_have_memory(self, link: DraftLink, sequence: Placed, now_s: float) -> bool:
         """Whether a worker may be asked for memory for a sequence."""
@@ -354,10 +365,24 @@ class DraftRegistry:
             self._leave(request_id)
 
     def _leave(self, request_id: RequestId) -> None:
+        """A sequence is nowhere any more: those that wait for memory where it was may try at once.
+
+        They may not where it has only been moved: there is another worker with more to spare.
+        """
+        registration = self._withdraw(request_id)
+        if registration is not None and registration.confirmed_len > 0:
+            self.links[registration.worker].memory.freed()
+            for resting_until_s in self._outgrown.values():
+                resting_until_s.pop(registration.worker, None)
+
+    def _withdraw(self, request_id: RequestId) -> Registration | None:
+        """Take a sequence from the worker that has it, which is told; None: no worker has it."""
         registration = self.registrations.pop(request_id, None)
-        if registration is not None and registration.worker in self.links:
-            self.links[registration.worker].num_registered -= 1
-            self._on_leave(request_id, registration)
+        if registration is None or registration.worker not in self.links:
+            return None
+        self.links[registration.worker].num_registered -= 1
+        self._on_leave(request_id, registration)
+        return registration
 
     def _changed(self) -> None:
         self._next_rebalance_s = 0.0

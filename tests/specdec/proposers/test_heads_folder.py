@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from specdec.core.errors import CheckpointError, ConfigError
-from specdec.drafters.checkpoints.registry import DrafterKind
+from specdec.drafters.checkpoints.registry import DrafterKind, kind_of
 from specdec.proposers.config import HEAD_METHODS, SpeculativeConfig
 from specdec.proposers.heads_folder import open_heads
 from tests.specdec.drafters import published
@@ -54,6 +54,20 @@ def test_modules_are_looked_for_in_the_targets_folder(tmp_path: Path) -> None:
     save_file(published.mtp_deepseek(), tmp_path / "mtp.safetensors")
     assert "model.layers.4.eh_proj.weight" in open_heads(heads("mtp", None), tmp_path).shapes
     assert "model.layers.4.eh_proj.weight" in open_heads(heads("mtp", tmp_path), tmp_path / "other").shapes
+
+
+def test_heads_beside_a_target_do_not_hide_its_modules(tmp_path: Path) -> None:
+    """Nor are they taken for modules where there are none."""
+    one_layer = published.filled(published.layer_shapes("model.layers.0."))
+    published.write(tmp_path, {}, one_layer, MODEL)
+    save_file(published.medusa()[1], tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ConfigError, match=r"mtp without `model` .* own folder, and .* holds none: give the"):
+        open_heads(heads("mtp", None), tmp_path)
+    assert kind_of(open_heads(heads("medusa", tmp_path), tmp_path)) == "medusa"
+    save_file(published.mtp_deepseek(), tmp_path / "mtp.safetensors")
+    modules = open_heads(heads("mtp", None), tmp_path)
+    assert kind_of(modules) == "mtp"
+    assert modules.shapes.keys() == one_layer.keys() | published.mtp_deepseek().keys()
 
 
 def test_kinds_that_are_not_supported_are_told(tmp_path: Path) -> None:

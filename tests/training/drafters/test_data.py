@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from training.drafters.texts import is_held_out, read_documents, split
 
 
 class TestTexts:
-    def test_every_kind_of_line(self, tmp_path: Path) -> None:
+    def test_every_kind_of_line(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         tokenizer = make_tokenizer()
         tokenizer.chat_template = (
             "{% for m in messages %}[{{ {'system': 's', 'user': 'u', 'assistant': 'a'}[m['role']] }}"
@@ -33,6 +34,7 @@ class TestTexts:
             {"from": "human", "value": "j"},
             {"from": "gpt", "value": "k"},
         ]
+        others = [{"from": name, "value": "n"} for name in ("user", "chatgpt", "bing", "bard", "assistant")]
         spec_forge = [{"role": "user", "content": "l"}, {"role": "assistant", "content": "m"}]
         lines = [
             {"text": "abc"},
@@ -40,13 +42,18 @@ class TestTexts:
             {"messages": [{"role": "user", "content": "g"}, {"role": "assistant", "content": "h"}]},
             {"id": "1", "conversations": share_gpt},
             {"id": "2", "conversations": spec_forge},
+            {"id": "3", "conversations": []},
+            {"messages": []},
+            {"id": "4", "conversations": others},
         ]
         (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
         (tmp_path / "a.txt").write_text("xyz")
         (tmp_path / "ignored.bin").write_bytes(b"\xff")
         (tmp_path / ".venv").mkdir()
         (tmp_path / ".venv" / "hidden.py").write_text("no")
-        documents = read_documents([tmp_path], tokenizer)
+        with caplog.at_level(logging.WARNING):
+            documents = read_documents([tmp_path], tokenizer)
+        assert caplog.messages == ["--data: 2 of 9 documents have fewer than two tokens, and are left out"]
         assert [tokenizer.decode(document) for document in documents] == [
             "xyz",
             "abc",
@@ -54,6 +61,7 @@ class TestTexts:
             "[ug][ah]",
             "[si][uj][ak]",
             "[ul][am]",
+            "[un][an][an][an][an]",
         ]
 
     def test_lines_of_json_end_at_line_feeds_alone(self, tmp_path: Path) -> None:

@@ -206,6 +206,44 @@ def test_one_that_there_was_memory_for_is_followed_by_the_next_one() -> None:
     assert not memory.is_doubtful(50), "nobody was refused for long"
 
 
+def test_attempts_that_there_was_memory_for_were_not_in_vain() -> None:
+    memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=2.0))
+    memory.refused(50, 0.0)
+    for _ in range(8):
+        memory.placed(50, 0.1)
+        memory.accepted(50, 0.1)
+    memory.placed(50, 0.1)
+    memory.refused(50, 0.1)
+    assert not memory.may_try(50, 0.1 + 0.15)
+    assert memory.may_try(50, 0.1 + 0.25), "one was in vain"
+
+
+def test_the_next_attempt_is_some_time_behind_the_last_refusal() -> None:
+    """However late that is, and also where what had found memory is crowded out."""
+    memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=2.0))
+    memory.refused(50, 0.0)
+    memory.placed(50, 0.1)
+    memory.refused(50, 0.9)
+    assert not memory.may_try(50, 0.9 + 0.15)
+    memory.placed(50, 1.2)
+    memory.accepted(50, 1.2)
+    memory.refused(52, 1.3)
+    assert not memory.may_try(50, 1.3 + 0.05)
+    assert memory.may_try(50, 1.3 + 0.15)
+
+
+def test_memory_that_was_freed_is_tried_at_once_and_by_one() -> None:
+    memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=2.0))
+    memory.refused(50, 0.0)
+    memory.placed(50, 0.1)
+    assert not memory.may_try(50, 0.15)
+    memory.freed()
+    assert memory.may_try(50, 0.15)
+    memory.placed(50, 0.15)
+    memory.refused(50, 0.15)
+    assert not memory.may_try(50, 0.15 + 0.35), "attempts in vain still count"
+
+
 def test_what_was_refused_long_ago_says_nothing_of_now() -> None:
     memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=1.0))
     memory.refused(50, 0.0)

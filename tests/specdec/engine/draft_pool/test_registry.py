@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 
@@ -13,7 +14,7 @@ from specdec.engine.draft_pool.placement import DraftPlacementConfig
 from specdec.engine.draft_pool.registry import _MOST_DEATHS, DraftRegistry, Registration
 from specdec.transport.base import PeerId
 
-A, B = PeerId("a"), PeerId("b")
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 DEADLINES = DraftDeadlineConfig()
 
 
@@ -134,6 +135,87 @@ def test_of_those_that_a_worker_may_have_no_memory_for_the_shortest_is_tried() -
         bench.registry.by_worker(sequences, now_s)
         assert bench.registry.registrations.keys() == {shortest.request_id}
         bench.registry.outgrown(shortest.request_id, 40, now_s)
+
+
+def test_a_longer_one_is_not_tried_in_vain_while_the_shortest_rests() -> None:
+    """Once attempts are as seldom as they get: each is the shortest one's, though answers take a while."""
+    bench = Bench(A)
+    longest, shortest = Placed(RequestId("longest"), 90), Placed(RequestId("shortest"), 40)
+    _registered(bench, [shortest])
+    bench.registry.outgrown(shortest.request_id, 40, 0.0)
+    attempts: list[tuple[float, RequestId]] = []
+    for tick in range(1, 400):
+        now_s = 0.05 * tick
+        bench.registry.by_worker([longest, shortest], now_s)
+        for one in (longest, shortest):
+            if one.request_id in bench.registry.registrations:
+                attempts.append((now_s, one.request_id))
+                bench.registry.outgrown(one.request_id, one.committed_len, now_s + 0.04)
+    late = [(at_s, name) for at_s, name in attempts if at_s > 3 * DEADLINES.max_retry_s]
+    assert {name for _, name in late} == {shortest.request_id}
+    gaps = [later - sooner for (sooner, _), (later, _) in pairwise(late)]
+    assert len(gaps) >= 4
+    assert min(gaps) > DEADLINES.max_retry_s
+
+
+def test_what_leaves_makes_room_for_one_that_waits() -> None:
+    """The shortest, though it was refused just before; who was never read there leaves no room."""
+    bench = Bench(A)
+    held, unread = Placed(RequestId("held"), 30), Placed(RequestId("unread"), 30)
+    long, longer = Placed(RequestId("long"), 40), Placed(RequestId("longer"), 50)
+    _registered(bench, [held, unread, long])
+    bench.registry.answered(held.request_id, 30, 0, 0.0)
+    bench.registry.outgrown(long.request_id, 40, 0.0)
+    bench.registry.forget(unread.request_id)
+    assert bench.registry.by_worker([held, longer, long], 0.01)[A] == [held]
+    bench.registry.forget(held.request_id)
+    assert bench.registry.by_worker([longer, long], 0.02)[A] == [long]
+
+
+def test_what_is_moved_does_not_send_those_that_wait_to_where_it_was() -> None:
+    """The worker that it is moved to has more to spare."""
+    bench = Bench(A)
+    held, long = Placed(RequestId("held"), 30), Placed(RequestId("long"), 40)
+    _registered(bench, [held, long])
+    bench.registry.answered(held.request_id, 30, 0, 0.0)
+    bench.registry.outgrown(long.request_id, 40, 0.0)
+    bench.registry.add(B)
+    bench.registry.give(held, B, 0.01)
+    assert bench.registry.by_worker([held, long], 0.01)[B] == [held, long]
+
+
+def test_who_has_a_worker_keeps_its_place_in_the_order_of_service() -> None:
+    """The last of a round lose their memory first: never the most urgent for being the longest."""
+    bench = Bench(A)
+    old, young = Placed(RequestId("old"), 200), Placed(RequestId("young"), 150)
+    outgrown, short = Placed(RequestId("outgrown"), 100), Placed(RequestId("short"), 50)
+    _registered(bench, [old, young, outgrown])
+    bench.registry.outgrown(outgrown.request_id, 100, 0.0)
+    assert bench.registry.by_worker([old, young], 0.0)[A] == [old, young]
+    later_s = DEADLINES.max_retry_s
+    waiting = [old, outgrown, young, short]
+    assert bench.registry.by_worker(waiting, later_s)[A] == [old, young, short, outgrown]
+
+
+@pytest.mark.parametrize("others", [(), (C,)], ids=["alone", "with another silent one"])
+def test_a_silent_worker_keeps_what_nobody_else_has_memory_for(others: tuple[PeerId, ...]) -> None:
+    """Given away to a silent one, itself or another, the sequence would only be read anew, at each call."""
+    bench = Bench(A)
+    settled = Placed(RequestId("settled"))
+    its = _registered(bench, [settled])[settled.request_id]
+    its.sent_len = 10
+    bench.registry.answered(settled.request_id, 10, 0, 0.0)
+    for worker in (B, *others):
+        bench.registry.add(worker)
+    for worker in (A, *others):
+        bench.registry.links[worker].patience.missed(0.0)
+    for now_s in (0.6, 0.65, 0.69):
+        bench.registry.links[B].memory.refused(1, 0.6)
+        bench.registry.by_worker([settled], now_s)
+        assert bench.registry.registrations[settled.request_id] is its
+    assert (bench.left, its.sent_len) == ([], 10)
+    bench.registry.by_worker([settled], 0.6 + DEADLINES.max_retry_s)
+    assert bench.registry.registrations[settled.request_id].worker == B, "it may have memory again"
 
 
 def test_who_is_as_long_as_what_a_worker_refused_goes_to_another() -> None:
