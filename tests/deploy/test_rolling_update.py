@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_refused_before_anything_is_replaced(
 def test_models_that_this_node_has_not_are_not_checked_and_that_is_told(
     models: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own: own)
+    monkeypatch.setattr("deploy.serve_config.build_application", lambda config, own, certificate: own)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
     monkeypatch.setattr("deploy.serve_config._get_global_client", lambda **_: None)
     arguments = serve_config(models)["applications"][0]["args"]
