@@ -1,4 +1,4 @@
-"""The alerts. Every one has a section of its name in docs/operations.md."""
+"""The alerts. Every one has a section of its name in docs/operations/alerts.md."""
 
 from __future__ import annotations
 
@@ -315,8 +315,9 @@ def worker_alerts() -> tuple[Alert, ...]:
             expression=f"{_10M.rate('channel_messages_dropped')} > 0.1",
             lasting="10m",
             severity="warning",
-            summary="{{ $labels.job }} drops messages between ingress and coordinators",
-            description="{{ $value | humanize }} messages per second between ingress and coordinators of {{ "
-            "$labels.job }} are dropped. Streams repair themselves, and pause for it.",
+            summary="{{ $labels.job }} drops messages between ingresses and coordinators",
+            description="{{ $value | humanize }} messages per second between ingresses and coordinators of "
+            "{{ $labels.job }}, or among its ingresses, are dropped. Streams repair themselves, and pause "
+            "for it.",
         ),
     )

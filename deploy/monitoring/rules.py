@@ -9,7 +9,7 @@ from deploy.monitoring.objectives import DEFAULT_OBJECTIVES, Objectives
 from deploy.monitoring.recordings import recordings
 from deploy.monitoring.rule import Alert, Recording, RuleGroup
 
-DEFAULT_RUNBOOK = "docs/operations.md"
+DEFAULT_RUNBOOK = "docs/operations/alerts.md"
 _JOB = "{{ $labels.job }}"
 _JOB_AND_MODEL = _JOB + "{{ with $labels.model_name }} (model {{ . }}){{ end }}"
 """What alerts are about: of a job with several models, one of them."""
@@ -31,7 +31,7 @@ def rules_yaml(objectives: Objectives = DEFAULT_OBJECTIVES, *, runbook: str = DE
 
     Args:
         objectives: what the alerts compare with.
-        runbook: URL of docs/operations.md, where it is published.
+        runbook: URL of docs/operations/alerts.md, where it is published.
     """
     groups = [
         {"name": group.name, "rules": [_as_mapping(rule, runbook) for rule in group.rules]}

@@ -189,19 +189,25 @@ _DRAFTERS = Row(
         ),
         panel(
             "Messages dropped",
-            "Between ingress and coordinators: by reason; of epochs that are over (normal after "
-            "a failover); of unknown kinds (versions that do not fit).",
+            "Between ingresses and coordinators, and among ingresses: by who dropped them, and by reason; of "
+            "epochs that are over (normal after a failover); of unknown kinds (versions that do not fit).",
             "ops",
-            line(SHOWN.rate("channel_messages_dropped", by=("reason",)), "{{reason}}"),
+            line(
+                SHOWN.rate("channel_messages_dropped", by=("dropped_by", "reason")),
+                "{{dropped_by}}: {{reason}}",
+            ),
             line(SHOWN.rate("stale_frames_dropped"), "of former epochs"),
             line(SHOWN.rate("unexpected_messages_dropped"), "of unknown kinds"),
         ),
         panel(
             "Messages to and from workers dropped",
-            "By channel and reason. Refused links are normal while workers join. Full: somebody sends more "
-            "than is read.",
+            "By channel, by who dropped them, and by reason. Hidden: hidden states, from target to draft "
+            "workers. Refused links are normal while workers join. Full: somebody sends more than is read.",
             "ops",
-            line(SHOWN.rate("worker_messages_dropped", by=("channel", "reason")), "{{channel}}: {{reason}}"),
+            line(
+                SHOWN.rate("worker_messages_dropped", by=("channel", "dropped_by", "reason")),
+                "{{channel}}, {{dropped_by}}: {{reason}}",
+            ),
         ),
     ),
 )

@@ -170,7 +170,7 @@ spec:
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 # At Ray's own niceness of 15 a round waits for whatever else runs on the node.
 - {name: RAY_worker_niceness, value: "0"}
-# Clients that do not read: the proxy gives them up (docs/operations.md, Overload).
+# Clients that do not read: the proxy gives them up (docs/operations/door.md, Overload).
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "deploy.openai.slow_readers:proxy_middlewares"}
 # A proxy that died is found out after three checks: half a minute at Serve's own ten seconds.
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
