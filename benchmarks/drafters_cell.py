@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.drafter_families import Family
 from benchmarks.drafter_texts import Prompts, mixed
-from benchmarks.drafters_plan import Cell, Pace, Plan
+from benchmarks.drafters_plan import Cell, DecodingSpeed, Plan
 from benchmarks.drafters_summary import Runs, summarise
 from benchmarks.kv_costs import Step, forwards_in_turn
 from benchmarks.measured_engine import MeasuredEngine
@@ -27,7 +27,7 @@ class Tried:
 
     rates: dict[int, float]
     """Tokens per second, by length."""
-    paces: list[Pace]
+    speeds: list[DecodingSpeed]
     """Of plain decoding, and of the length at which drafting is fastest."""
 
     @property
@@ -52,7 +52,7 @@ class Bench:
         """Measure one situation."""
         tried = self._try(cell)
         tick()
-        num_tokens = self._plan.tokens_within(cell.batch, len(self._prompts), tried.paces)
+        num_tokens = self._plan.tokens_within(cell.batch, len(self._prompts), tried.speeds)
         runs = Runs()
         for number in range(self._plan.pairs):
             for name, prompts in self._prompts.items():
@@ -80,7 +80,7 @@ class Bench:
         try_it(self._plain, 0)
         try_it(self._engine, lengths[0])
         plain = try_it(self._plain, 0)
-        found: dict[int, list[tuple[Counted, Pace]]] = {length: [] for length in lengths}
+        found: dict[int, list[tuple[Counted, DecodingSpeed]]] = {length: [] for length in lengths}
         for turn in range(self._plan.try_turns):
             for length in lengths[:: 1 if turn % 2 == 0 else -1]:
                 found[length].append(least_stolen(partial(try_it, self._engine, length)).result)
@@ -91,15 +91,15 @@ class Bench:
                 total.add(counted)
             rates[length] = total.rate
         best = max(rates, key=lambda length: rates[length])
-        return Tried(rates=rates, paces=[plain[1], found[best][-1][1]])
+        return Tried(rates=rates, speeds=[plain[1], found[best][-1][1]])
 
     def _decode_timed(
         self, engine: MeasuredEngine, num_draft_tokens: int, *, batches: Sequence[Batch]
-    ) -> tuple[Counted, Pace]:
+    ) -> tuple[Counted, DecodingSpeed]:
         started_s = time.perf_counter()
         counted = self._decode(engine, batches, num_draft_tokens, self._plan.try_tokens)
         beside_s = time.perf_counter() - started_s - counted.seconds
-        return counted, Pace(tokens_per_s=counted.rate, settling_s=max(0.0, beside_s / len(batches)))
+        return counted, DecodingSpeed(tokens_per_s=counted.rate, settling_s=max(0.0, beside_s / len(batches)))
 
     def _batches(self, cell: Cell, prompts: Sequence[tuple[int, ...]], number: int) -> list[Batch]:
         """Return what is decoded in a pair: in each of them other texts, from the first after the last."""

@@ -34,7 +34,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class DecodingSpeed:
     """How long decoding takes."""
 
     tokens_per_s: float
@@ -84,14 +84,14 @@ class Plan:
         """Return how many prompts of each class a turn decodes."""
         return max(batch, self.prompts_per_turn)
 
-    def tokens_within(self, batch: int, num_classes: int, paces: Sequence[Pace]) -> int:
+    def tokens_within(self, batch: int, num_classes: int, speeds: Sequence[DecodingSpeed]) -> int:
         """Return how many tokens of each prompt are counted so that the pairs of a cell take `cell_s`.
 
-        `paces` are those of the ways to decode that take turns.
+        `speeds` are those of the ways to decode that take turns.
         """
         num_prompts = self.num_prompts_per_turn(batch)
-        settling_s = sum(pace.settling_s for pace in paces) * -(-num_prompts // batch)
-        token_s = sum(1.0 / pace.tokens_per_s for pace in paces) * num_prompts
+        settling_s = sum(speed.settling_s for speed in speeds) * -(-num_prompts // batch)
+        token_s = sum(1.0 / speed.tokens_per_s for speed in speeds) * num_prompts
         left_s = self.cell_s / (self.pairs * num_classes) - settling_s
         return max(_FEWEST_TOKENS, min(self.tokens_per_prompt, int(left_s / token_s)))
 

@@ -52,8 +52,10 @@ from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import AheadWish
 from specdec.proposers.bonus import BonusBy
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.sampling.sampler import Sampler
 
 Kind = Literal["miss", "full"]
@@ -144,12 +146,11 @@ class Reader:
         sampler.warm_up()
         self._proposer = DraftModelProposer(
             runner,
-            sampler,
-            vocab_size=loaded.vocab_size,
-            max_read_tokens=1 << 20,
-            eos_token_ids=loaded.eos_token_ids,
+            DraftChoice(
+                sampler=sampler, vocab_size=loaded.vocab_size, eos_token_ids=loaded.eos_token_ids, bonus_by=by
+            ),
+            reading=DraftReading(max_read_tokens=1 << 20),
             fused_loop=NativeDraftLoop(runner, sampler, loaded.vocab_size),
-            bonus_by=by,
         )
 
     def read(self, requests: Sequence[Request], streams: Sequence[Sequence[int]]) -> list[Tally]:

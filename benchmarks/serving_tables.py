@@ -236,7 +236,7 @@ PARTS = {
     "overload.json": Part("performance.md", "overload", overload),
     "overload_python.json": Part("performance.md", "overload through python", overload),
     "beside-plain.json": Part("performance.md", "beside no drafter", beside_plain),
-    "doors.json": Part("operations.md", "proxies", doors),
+    "doors.json": Part("operations/door.md", "proxies", doors),
 }
 """By file of raw results."""
 

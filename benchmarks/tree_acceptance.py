@@ -36,7 +36,9 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.sampling.sampler import Sampler
 from specdec.tree.dynamic import DynamicTree
@@ -111,12 +113,14 @@ class Reader:
         self._num_nodes = min(NUM_NODES, shape.max_nodes)
         self._proposer = TreeDraftProposer(
             runner,
-            sampler,
+            DraftChoice(
+                sampler=sampler,
+                vocab_size=loaded.vocab_size,
+                eos_token_ids=loaded.eos_token_ids,
+                sampling=SAMPLINGS[by],
+            ),
             shape,
-            vocab_size=loaded.vocab_size,
-            max_read_tokens=1 << 20,
-            eos_token_ids=loaded.eos_token_ids,
-            sampling=SAMPLINGS[by],
+            reading=DraftReading(max_read_tokens=1 << 20),
         )
 
     def read(self, requests: Sequence[Request], streams: Sequence[Sequence[int]]) -> list[Tally]:

@@ -17,6 +17,7 @@ from cluster.door_account import Collected, DoorAccount
 from cluster.group_metrics import GroupMetrics
 from cluster.handover import Turn, are_others_there
 from cluster.runtime import bind_host, channel_options, new_peer_id
+from cluster.series import channel_dropped_series
 from cluster.shared_metrics import sound_part
 from cluster.status import service_status
 from cluster.stream_book import StreamBook, ended_before
@@ -306,6 +307,7 @@ class ClusterService:
         counted["unexpected_messages_dropped"] = float(
             self._book.counters["unexpected_messages_dropped"] + self._account.num_dropped
         )
+        counted |= channel_dropped_series("ingress", self._channel.counters.dropped)
         waiting = {"num_requests_without_group": float(self._book.num_homeless)}
         return DoorReport({**own.counters, **counted}, {**own.gauges, **waiting})
 

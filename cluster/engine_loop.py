@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from cluster.backoff import Attempts
 from cluster.desk import RequestDesk
+from cluster.series import channel_dropped_series
 from specdec.core.clock import MonotonicClock
 from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import DrafthouseError, TransportError
@@ -231,9 +232,6 @@ class EngineLoop:
             **of_source,
             "target_losses": self.num_losses,
             "target_recovery_seconds": self.recovery_s,
-            **{
-                f'channel_messages_dropped{{reason="{reason}"}}': count
-                for reason, count in list(self._channel.dropped.items())
-            },
+            **channel_dropped_series("coordinator", self._channel.dropped),
         }
         self._desk.status = self._status.take(metrics, of_source, self._source.draft_links())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from specdec.core.series import Series, name_of
 from specdec.engine.metrics.series import ENGINE_SERIES
@@ -88,9 +89,22 @@ CLUSTER_SERIES: Mapping[str, Series] = {
     ),
     "lost_streams": Series("counter", "Requests that ended because no coordinator was there for too long."),
     "channel_messages_dropped": Series(
-        "counter", "Messages between ingress and coordinators dropped, by reason.", labels=("reason",)
+        "counter",
+        "Messages between ingresses and coordinators, and among ingresses, dropped, by who dropped them and "
+        "by reason.",
+        labels=("dropped_by", "reason"),
     ),
 }
+
+
+def channel_dropped_series(
+    dropped_by: Literal["ingress", "coordinator"], dropped: Mapping[str, int]
+) -> dict[str, float]:
+    """Return what an ingress or a coordinator has dropped between them, by reason, as it is exported."""
+    return {
+        f'channel_messages_dropped{{dropped_by="{dropped_by}",reason="{reason}"}}': float(count)
+        for reason, count in list(dropped.items())
+    }
 
 
 def of_each_group(snapshots: Mapping[PeerId, Mapping[str, float]]) -> dict[str, float]:

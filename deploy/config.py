@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
-from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
+from deploy.openai.delivery_budget import DEFAULT_MAX_DELIVERIES_PER_S
 from deploy.openai.settings import (
     DEFAULT_BODY_TIMEOUT_S,
     DEFAULT_MAX_BODY_BYTES,

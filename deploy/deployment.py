@@ -305,7 +305,7 @@ def _check_environment(wanted: Mapping[str, str]) -> None:
     if missing:
         logger.warning(
             "Ray Serve runs on this cluster already, started without %s: clients that do not read, or "
-            "headers, have no limits, or what hangs is drained first (docs/operations.md, Overload). "
+            "headers, have no limits, or what hangs is drained first (docs/operations/door.md, Overload). "
             "Shut it down to have it started with them, or start Ray with them",
             " ".join(f"{name}={value}" for name, value in missing.items()),
         )

@@ -42,7 +42,9 @@ class RaySink:
 
     def __init__(self, make: Callable[[str, str, tuple[str, ...]], Publishes] = _made_by_ray) -> None:
         self._make = make
-        self._metrics: dict[str, Publishes] = {}
+        self._metrics: dict[str, tuple[Publishes, tuple[str, ...]]] = {}
+        """With the names of their labels, which are the same for good: of workers of another version than
+        this process, keys may have fewer or more."""
         self._published: frozenset[str] = frozenset()
 
     def publish(self, snapshot: Mapping[str, float]) -> None:
@@ -51,14 +53,15 @@ class RaySink:
         self._published = frozenset(snapshot)
         for series, value in (*gone.items(), *snapshot.items()):
             name, labels = parsed(series)
-            metric = self._metrics.get(name)
-            if metric is None:
+            if name not in self._metrics:
                 known = CLUSTER_SERIES.get(name)
                 suffix = "_total" if known is not None and known.kind == "counter" else ""
                 text = "Of the ingresses." if known is None else known.help
                 full_name = PREFIX.removeprefix(_RAYS_PREFIX) + name + suffix
-                metric = self._metrics[name] = self._make(full_name, text, tuple(labels))
-            metric.set(float(value), labels)
+                names = tuple(dict.fromkeys((*labels, *(() if known is None else known.labels))))
+                self._metrics[name] = self._make(full_name, text, names), names
+            metric, names = self._metrics[name]
+            metric.set(float(value), {one: labels.get(one, "") for one in names})
 
     def withdraw(self) -> None:
         """Publish nothing any more, until the next snapshot: another process does."""

@@ -13,7 +13,7 @@ from training.muon import new_muon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ModuleRates:
     """How a module's learning rates differ from those of its run."""
 
     share: float = 1.0
@@ -22,7 +22,7 @@ class Pace:
     """Its weights stand still before; from then on they have a warm-up of their own."""
 
 
-ORDINARY = Pace()
+ORDINARY = ModuleRates()
 
 
 def learning_rate_factor(step: int, num_steps: int, warmup_steps: int, constant_share: float) -> float:
@@ -36,7 +36,7 @@ def learning_rate_factor(step: int, num_steps: int, warmup_steps: int, constant_
 
 
 def make_optimizers(
-    modules: Iterable[tuple[nn.Module, Pace]],
+    modules: Iterable[tuple[nn.Module, ModuleRates]],
     *,
     muon_lr: float,
     adamw_lr: float,
@@ -46,23 +46,23 @@ def make_optimizers(
     """Muon (Jordan et al. 2024) for the matrices inside the blocks, AdamW for embeddings, experts and norms.
 
     Matrices with as many rows as ``vocabulary_sizes`` are LM heads, whatever their names: AdamW's too.
-    Each group remembers its peak rate in ``peak_lr`` and its pace; `set_learning_rates` scales it.
+    Each group remembers its peak rate in ``peak_lr`` and its `ModuleRates`; `set_learning_rates` scales it.
     """
-    by_pace: dict[Pace, list[nn.Module]] = {}
-    for module, pace in modules:
-        by_pace.setdefault(pace, []).append(module)
+    by_rates: dict[ModuleRates, list[nn.Module]] = {}
+    for module, rates in modules:
+        by_rates.setdefault(rates, []).append(module)
     for_muon: list[dict[str, Any]] = []
     for_adamw: list[dict[str, Any]] = []
-    for pace, members in by_pace.items():
+    for rates, members in by_rates.items():
         matrices, others = _matrices_and_others(members, vocabulary_sizes)
         # Experts of a mixture are stacked to one tensor, which Muon does not take.
         decayed = [parameter for parameter in others if parameter.ndim >= 2]
         vectors = [parameter for parameter in others if parameter.ndim < 2]
-        paced = {"share": pace.share, "first_step": pace.first_step}
+        own = {"share": rates.share, "first_step": rates.first_step}
         if matrices:
-            for_muon.append({"params": matrices, **paced})
-        for_adamw.append({"params": decayed, "weight_decay": weight_decay, **paced})
-        for_adamw.append({"params": vectors, "weight_decay": 0.0, **paced})
+            for_muon.append({"params": matrices, **own})
+        for_adamw.append({"params": decayed, "weight_decay": weight_decay, **own})
+        for_adamw.append({"params": vectors, "weight_decay": 0.0, **own})
     muon = new_muon(for_muon, lr=muon_lr, weight_decay=weight_decay)
     adamw = torch.optim.AdamW(for_adamw, lr=adamw_lr, betas=(0.9, 0.95), fused=True)
     moving: set[int] = set()
@@ -70,7 +70,7 @@ def make_optimizers(
         for group in optimizer.param_groups:
             group["peak_lr"] = group["share"] * group["lr"]
             moving.update(map(id, group["params"]))
-    every = (parameter for members in by_pace.values() for one in members for parameter in one.parameters())
+    every = (parameter for members in by_rates.values() for one in members for parameter in one.parameters())
     assert all(id(parameter) in moving for parameter in every if parameter.requires_grad)
     return [muon, adamw]
 
@@ -81,7 +81,7 @@ def set_learning_rates(
     """Set groups to ``factor`` times their peak rates; those that start late to less while they warm up."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            first = group.get("first_step", 0)  # checkpoints of earlier versions know no paces
+            first = group.get("first_step", 0)  # checkpoints of earlier versions know of none
             own = (step - first + 1) / max(1, warmup_steps) if first else 1.0
             group["lr"] = group["peak_lr"] * max(0.0, min(factor, own))
 

@@ -12,7 +12,13 @@ from torch import nn
 
 from specdec.core.errors import ConfigError
 from training.checkpointing import load_checkpoint, save_checkpoint
-from training.optimization import ORDINARY, Pace, learning_rate_factor, make_optimizers, set_learning_rates
+from training.optimization import (
+    ORDINARY,
+    ModuleRates,
+    learning_rate_factor,
+    make_optimizers,
+    set_learning_rates,
+)
 from training.progress import TrainingLog
 from training.tokenizer import CONTEXT_LENGTH
 
@@ -74,16 +80,16 @@ class TrainingRun:
         options: RunOptions,
         *,
         vocabulary_sizes: frozenset[int] = frozenset(),
-        paces: Mapping[str, Pace] | None = None,
+        rates: Mapping[str, ModuleRates] | None = None,
     ) -> None:
-        """``paces`` by name of a module, where they are not those of the recipe."""
+        """``rates`` by name of a module, where they are not those of the recipe."""
         self._name = name
         self._recipe = recipe
         self._modules = modules
         self._options = options
         self._parameters = [p for module in modules.values() for p in module.parameters()]
         self._optimizers = make_optimizers(
-            [(module, (paces or {}).get(name, ORDINARY)) for name, module in modules.items()],
+            [(module, (rates or {}).get(name, ORDINARY)) for name, module in modules.items()],
             muon_lr=recipe.muon_lr,
             adamw_lr=recipe.adamw_lr,
             weight_decay=recipe.weight_decay,

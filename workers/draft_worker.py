@@ -117,6 +117,7 @@ class DraftWorkerProcess:
             grammars=grammars,
             shares=shares,
             tap=self._tap,
+            hidden=self._inbox,
             max_message_bytes=options.max_message_bytes,
             max_draft_tokens=speculative.num_speculative_tokens,
         )

@@ -28,7 +28,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ScalingMemory:
     """What has to be remembered between two decisions. Times are seconds of the caller's clock."""
 
     up_since_s: float | None = None
@@ -39,7 +39,9 @@ class Pace:
     changed_s: float | None = None
 
 
-def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: float) -> tuple[int, Pace]:
+def decide(
+    wish: Wish, fleet: Fleet, memory: ScalingMemory, config: PaceConfig, now_s: float
+) -> tuple[int, ScalingMemory]:
     """Return how many to ask for, and what to remember.
 
     Up: after `up_after_s` of wanting more, and not while those asked for before are still starting (a model
@@ -54,31 +56,33 @@ def decide(wish: Wish, fleet: Fleet, pace: Pace, config: PaceConfig, now_s: floa
     is_starting = fleet.num_ready < number
     # A wish knows of those that serve alone: that they are enough is no reason to give up others that load.
     is_less_wanted = wanted < min(number, fleet.num_ready)
-    pace = replace(
-        pace,
-        up_since_s=_since(wanted > number, pace.up_since_s, now_s),
-        down_since_s=_since(is_less_wanted, pace.down_since_s, now_s),
-        idle_since_s=_since(wish.is_idle and (fleet.num_ready > 0 or number == 0), pace.idle_since_s, now_s),
+    memory = replace(
+        memory,
+        up_since_s=_since(wanted > number, memory.up_since_s, now_s),
+        down_since_s=_since(is_less_wanted, memory.down_since_s, now_s),
+        idle_since_s=_since(
+            wish.is_idle and (fleet.num_ready > 0 or number == 0), memory.idle_since_s, now_s
+        ),
     )
     decided = number
     if wanted > number:
-        is_time = _lasts(pace.up_since_s, config.up_after_s, now_s) and not is_starting
+        is_time = _lasts(memory.up_since_s, config.up_after_s, now_s) and not is_starting
         if is_time or number < fleet.low or number == 0:
             decided = wanted
     elif number > fleet.high:
         decided = fleet.high
     elif wanted < number:
-        is_calm = pace.changed_s is None or now_s - pace.changed_s >= config.cooldown_s
-        if _lasts(pace.down_since_s, config.down_after_s, now_s) and is_calm:
+        is_calm = memory.changed_s is None or now_s - memory.changed_s >= config.cooldown_s
+        if _lasts(memory.down_since_s, config.down_after_s, now_s) and is_calm:
             decided = wanted
-    if fleet.low == 0 and _lasts(pace.idle_since_s, config.scale_to_zero_after_s, now_s):
+    if fleet.low == 0 and _lasts(memory.idle_since_s, config.scale_to_zero_after_s, now_s):
         if 0 < decided <= 1:
             decided = 0
         elif is_starting:
             decided = 1  # one that finds no place may be starting for good: it must not keep the others
     if decided == number:
-        return number, pace
-    return decided, Pace(idle_since_s=pace.idle_since_s, changed_s=now_s)
+        return number, memory
+    return decided, ScalingMemory(idle_since_s=memory.idle_since_s, changed_s=now_s)
 
 
 def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.autoscaling.config import DraftScalingConfig, PaceConfig, TargetScalingConfig
 from cluster.autoscaling.draft_pool import PoolLoad, wanted_workers
-from cluster.autoscaling.pace import Fleet, Pace, Wish, decide
+from cluster.autoscaling.pace import Fleet, ScalingMemory, Wish, decide
 from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
 from cluster.autoscaling.wanted import WantedTeller
 
@@ -144,16 +144,17 @@ def _decided(
     number, now_s = context.target_num_replicas, context.current_time
     assert now_s is not None
     remembered = context.policy_state.get(_PACE) or {}
-    pace = Pace(**remembered)
+    memory = ScalingMemory(**remembered)
     if context.policy_state.get(_ASKED_FOR, number) != number:
-        pace = Pace(changed_s=now_s)  # Serve has started one by itself, or somebody has changed the bounds
+        # Serve has started one by itself, or somebody has changed the bounds.
+        memory = ScalingMemory(changed_s=now_s)
     fleet = Fleet(
         num_asked_for=number,
         num_ready=num_ready,
         low=context.capacity_adjusted_min_replicas,
         high=context.capacity_adjusted_max_replicas,
     )
-    decided, pace = decide(wish, fleet, pace, config, now_s)
+    decided, memory = decide(wish, fleet, memory, config, now_s)
     if teller is not None:
         teller.tell(decided)
-    return decided, {_PACE: asdict(pace), _ASKED_FOR: decided}
+    return decided, {_PACE: asdict(memory), _ASKED_FOR: decided}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -11,18 +14,32 @@ from rich.console import Console
 from deploy.cli.progress import as_typed, shown
 from specdec.core.errors import InputError, RequestFailed
 from specdec.core.outputs import RequestOutput
-from specdec.core.sampling_params import SamplingParams
+from specdec.core.sampling_params import NO_SAMPLING_DEFAULTS, SamplingParams
 from specdec.engine.config import EngineConfig
+from specdec.model.config import ModelConfig
+from specdec.model.sampling_defaults import sampling_defaults_of
+
+
+def sampling_params(target: ModelConfig, said: Mapping[str, Any], *, takes_defaults: bool) -> SamplingParams:
+    """Return the parameters of a request that says this much.
+
+    With `takes_defaults`, what it leaves out is as the target's checkpoint has it, as over HTTP. Where that
+    says nothing, it is greedy.
+
+    Raises:
+        UserError: a parameter is wrong, or the checkpoint's file.
+    """
+    defaults = sampling_defaults_of(Path(target.model)) if takes_defaults else NO_SAMPLING_DEFAULTS
+    return defaults.params(**{"temperature": 0.0, **defaults.given(), **said}).checked()
 
 
 def generate_text(prompt: str, config: EngineConfig, params: SamplingParams) -> None:
     """Print a continuation of `prompt` to standard output, and a summary line to standard error.
 
     Raises:
-        UserError: a model folder or a parameter is wrong.
+        UserError: a model folder is wrong.
         RequestFailed: the engine gave up on the request.
     """
-    params.checked()
     text = _checked_text(sys.stdin.read() if prompt == "-" else prompt)
     with shown(Console(stderr=True), f"loading {as_typed(config.target.model)}") as show:
         from specdec.engine.engine import Engine

@@ -51,6 +51,14 @@ def engine_config(
     return _overridden(engine, dtype, num_speculative_tokens)
 
 
+def takes_sampling_defaults(config: Path | None, model: Path | None, default_config: Path) -> bool:
+    """Whether what is not said of sampling is as the checkpoint has it: `http.generation_config` of the file.
+
+    Options that `engine_config` has taken.
+    """
+    return model is not None or load_config(config or default_config).http.generation_config == "auto"
+
+
 def _drafter(draft: Path | None) -> SpeculativeConfig:
     if draft is None:
         return SpeculativeConfig()

@@ -174,9 +174,17 @@ def generate(
     dtype: DtypeOption = None,
     num_speculative_tokens: DraftTokensOption = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Mass of the most likely tokens to keep.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens to keep.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Mass of the most likely tokens to keep.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Number of most likely tokens to keep; 0: all of them.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least probability to keep, as a part of the largest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides logits of tokens that occurred; 1: none.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeatable.")] = None,
     debug: DebugOption = False,
@@ -186,6 +194,9 @@ def generate(
     The text goes to standard output as it comes; a line with tokens, speed and mean acceptance length goes
     to standard error at the end.
 
+    What is not said of sampling is as the checkpoint's generation_config.json has it, as over HTTP (not with
+    `http.generation_config: none`); where that says nothing, decoding is greedy.
+
     Examples:
 
         drafthouse generate "def quicksort("
@@ -194,18 +205,23 @@ def generate(
 
         drafthouse generate "class A:" --model models/demo/target --draft models/demo/draft -k 6
     """
-    from deploy.cli.generate import generate_text
-    from deploy.cli.inputs import engine_config
-    from specdec.core.sampling_params import SamplingParams
+    from deploy.cli.generate import generate_text, sampling_params
+    from deploy.cli.inputs import engine_config, takes_sampling_defaults
 
     engine = engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG)
-    params = SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop=tuple(stop or ()),
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    all_tokens = {"top_k": None} if top_k == 0 else {}
+    params = sampling_params(
+        engine.target,
+        {**said, **all_tokens, "seed": seed, "max_tokens": max_tokens, "stop": tuple(stop or ())},
+        takes_defaults=takes_sampling_defaults(config, model, DEFAULT_CONFIG),
     )
     generate_text(prompt, engine, params)
 
@@ -586,8 +602,8 @@ def write_rules(
     in_time: Annotated[float, typer.Option(help="Share that has to be within each of these.")] = 0.95,
     answered: Annotated[float, typer.Option(help="Share of requests that must not fail.")] = 0.999,
     runbook: Annotated[
-        str, typer.Option(help="URL of docs/operations.md, for the alerts' links.")
-    ] = "docs/operations.md",
+        str, typer.Option(help="URL of docs/operations/alerts.md, for the alerts' links.")
+    ] = "docs/operations/alerts.md",
     debug: DebugOption = False,
 ) -> None:
     """Write recording rules and alerts for Prometheus (`rule_files`).

@@ -68,7 +68,7 @@ def _pages() -> list[dict[str, Any]]:
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"dashboards need {' and '.join(missing)}: {how_to_install('grafana')} "
-            "(docs/operations.md#dashboards says where)"
+            "(docs/operations/watching.md#dashboards says where)"
         )
     from deploy.monitoring.grafana import grafana_json
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +22,7 @@ from starlette.responses import Response
 
 from deploy.openai.access_log import AccessLog
 from deploy.openai.bodies import ModelCard, ModelList
+from deploy.openai.delivery_budget import DeliveryBudget
 from deploy.openai.document import OPENAPI_PATH, openapi_document
 from deploy.openai.errors import (
     RETRY_AFTER_HEADER,
@@ -34,7 +36,6 @@ from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import GRACE_S, ChoiceOutputs
-from deploy.openai.pace import Pace
 from deploy.openai.paths import HEALTH_PATH, METRICS_PATH
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
@@ -58,12 +59,21 @@ from deploy.openai.resumption import HEADER as LAST_EVENT_ID
 from deploy.openai.resumption import Comeback, EventId, FailedForGood, proved
 from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import SlowReaders
-from deploy.openai.streaming import ClientLeft, EventStream, EventStreamResponse, until_client_leaves
+from deploy.openai.streaming import (
+    ClientLeft,
+    EventStream,
+    EventStreamResponse,
+    KeepAlive,
+    StreamFailures,
+    resumed_deliveries,
+    until_client_leaves,
+)
 from deploy.openai.tokenization import DoorTokenizer
 from deploy.openai.tracing import CURRENT_TRACE, TRACE_ID_HEADER, TraceRequests, Tracing
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError, NotReadyError, RequestFailed
+from specdec.core.request import Request
 from specdec.engine.service import GenerationService
 from specdec.transport.status import ServiceStatus
 from workers.logs import add_log_context
@@ -162,7 +172,7 @@ class _Door:
     def __init__(self, models: tuple[AnyModel, ...], ring: KeyRing, metrics: DoorMetrics) -> None:
         self._ring = ring
         self._models = models
-        self._pace = Pace(models[0].settings.max_deliveries_per_s)
+        self._budget = DeliveryBudget(models[0].settings.max_deliveries_per_s)
         self._failed_for_good = FailedForGood()
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
@@ -373,48 +383,34 @@ class _Door:
         def note_failure(error: Exception) -> None:
             self._failed_for_good.note(prepared.response_id, error, replay_window_s)
 
+        failures = StreamFailures(
+            prepared.response_id,
+            self.metrics,
+            note_failure,
+            has_own_limit=prepared.limit_s != settings.request_timeout_s,
+        )
+
+        def stream_of(prepared: PreparedRequest, running: Sequence[Request]) -> EventStream:
+            outputs = self._outputs(model, prepared, running, key)
+            return EventStream(prepared, outputs, model.tokenizer, self._budget, failures)
+
+        async def find_stream(comeback: Comeback) -> EventStream:
+            resumed = await self._resume(comeback, model.service, prepared, key, arrived_s)
+            stream = stream_of(resumed, comeback.running(resumed))
+            delivered = comeback.delivered(resumed, model.tokenizer, description)
+            stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
+            return stream
+
         try:
-            if comeback is not None:
-                self._failed_for_good.check(prepared.response_id)
-                resuming = comeback.resume(model.service, self._usage(key, prepared))
-                left_s = None if prepared.timeout_s is None else prepared.timeout_s + GRACE_S
-                try:
-                    async with asyncio.timeout(left_s):
-                        prepared = await until_client_leaves(resuming, receive)
-                except TimeoutError:
-                    raise took_too_long(prepared.limit_s) from None
-                spent_s = asyncio.get_running_loop().time() - arrived_s
-                prepared = limited(prepared, prepared.limit_s, spent_s)
-            running = prepared.requests if comeback is None else comeback.running(prepared)
-            trace = CURRENT_TRACE.get()
-            if trace is not None:
-                trace.note_prepared(prepared)
-                running = traced(running) if trace.is_recorded else running
-            outputs = ChoiceOutputs(
-                model.service,
-                running,
-                self.metrics,
-                self._usage(key, prepared),
-                timeout_s=prepared.timeout_s,
-                limit_s=prepared.limit_s,
-                max_unread=settings.max_unread_outputs,
-                trace=trace,
-            )
             if prepared.body.stream:
-                stream = EventStream(
-                    prepared,
-                    outputs,
-                    model.tokenizer,
-                    self._pace,
-                    self.metrics,
-                    note_failure,
-                    has_own_limit=prepared.limit_s != settings.request_timeout_s,
-                    keep_alive_s=settings.stream_keep_alive_s,
-                )
-                if comeback is not None:
-                    delivered = comeback.delivered(prepared, model.tokenizer, description)
-                    stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
-                deliveries = stream.deliveries()
+                keep_alive = KeepAlive(prepared.body, settings.stream_keep_alive_s)
+                if comeback is None:
+                    deliveries = stream_of(prepared, prepared.requests).deliveries(keep_alive)
+                else:
+                    self._failed_for_good.check(prepared.response_id)
+                    deliveries = resumed_deliveries(
+                        partial(find_stream, comeback), keep_alive, failures, comeback.event_id
+                    )
                 try:
                     # The status waits for the first delivery: a refusal is a 4xx, not an event in a 200,
                     # unless it comes after a silence that is too long for whoever is in front.
@@ -423,6 +419,7 @@ class _Door:
                     await deliveries.aclose()
                     raise
                 return EventStreamResponse(first, deliveries)
+            outputs = self._outputs(model, prepared, prepared.requests, key)
             body = await until_client_leaves(self._collect(model, prepared, outputs), receive)
             return Response(body, media_type="application/json")
         except ClientLeft:
@@ -430,6 +427,41 @@ class _Door:
         except RequestFailed as error:
             note_failure(error)
             raise
+
+    async def _resume(
+        self,
+        comeback: Comeback,
+        service: GenerationService,
+        prepared: PreparedRequest,
+        key: ApiKey | None,
+        arrived_s: float,
+    ) -> PreparedRequest:
+        """Return the request with the tokens that were delivered, and with what is left of its time."""
+        left_s = None if prepared.timeout_s is None else prepared.timeout_s + GRACE_S
+        try:
+            async with asyncio.timeout(left_s):
+                resumed = await comeback.resume(service, self._usage(key, prepared))
+        except TimeoutError:
+            raise took_too_long(prepared.limit_s) from None
+        return limited(resumed, prepared.limit_s, asyncio.get_running_loop().time() - arrived_s)
+
+    def _outputs(
+        self, model: AnyModel, prepared: PreparedRequest, running: Sequence[Request], key: ApiKey | None
+    ) -> ChoiceOutputs:
+        trace = CURRENT_TRACE.get()
+        if trace is not None:
+            trace.note_prepared(prepared)
+            running = traced(running) if trace.is_recorded else running
+        return ChoiceOutputs(
+            model.service,
+            running,
+            self.metrics,
+            self._usage(key, prepared),
+            timeout_s=prepared.timeout_s,
+            limit_s=prepared.limit_s,
+            max_unread=model.settings.max_unread_outputs,
+            trace=trace,
+        )
 
     def _usage(self, key: ApiKey | None, prepared: PreparedRequest) -> Usage:
         return self._ring.usage(

@@ -17,6 +17,7 @@ from typing import Protocol, Self
 from deploy.openai.errors import ApiError
 from deploy.openai.metrics import DoorMetrics
 from specdec.core.clock import Clock, MonotonicClock
+from specdec.core.decaying import moved
 from specdec.core.errors import CapacityError, InputError, NotReadyError
 
 _SECONDS_OF_RATE = 60.0
@@ -114,7 +115,7 @@ class _Meter:
         """Count the end of a request; None: it was refused, which says nothing of how long one takes."""
         self.num_running -= num_choices
         if seconds is not None:
-            self._mean_choice_s += _WEIGHT_OF_NEW * (seconds - self._mean_choice_s)
+            self._mean_choice_s = moved(self._mean_choice_s, seconds, _WEIGHT_OF_NEW)
 
     def _drain(self, tokens_per_minute: int) -> None:
         now_s = self._clock.now_s()

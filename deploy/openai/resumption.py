@@ -84,6 +84,8 @@ def _extended(check: int, token_ids: Sequence[int]) -> int:
 class EventId:
     """What a client shows to go on."""
 
+    text: str
+    """All of it."""
     response_id: str
     positions: tuple[ChoicePosition, ...]
     is_ended: bool
@@ -104,6 +106,7 @@ class EventId:
         if match is None or len(checks) != len(positions):
             raise _refusal(400, f"{text[:80]!r} is not the id of an event of this server.", "invalid")
         return cls(
+            text=text,
             response_id=match["response"],
             positions=tuple(map(_position, positions, checks)),
             is_ended=match["positions"] == _END,
@@ -218,6 +221,11 @@ class Comeback:
         self._event_id = event_id
         self._prepared = prepared
         self._replay_window_s = replay_window_s
+
+    @property
+    def event_id(self) -> str:
+        """The id that it came back with."""
+        return self._event_id.text
 
     @property
     def is_ended(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from deploy.openai.certificates import CertificateFiles
+from deploy.openai.delivery_budget import DEFAULT_MAX_DELIVERIES_PER_S
 from deploy.openai.keys import ApiKey
-from deploy.openai.pace import DEFAULT_MAX_DELIVERIES_PER_S
 from deploy.openai.tracing import TracingConfig
 from specdec.core.description import TargetDescription
 

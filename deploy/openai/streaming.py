@@ -20,11 +20,11 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deploy.openai.delivery_budget import DeliveryBudget
 from deploy.openai.errors import api_error_of, internal_error
 from deploy.openai.metrics import DoorMetrics
 from deploy.openai.outputs import SLOW_READER, ChoiceOutputs
-from deploy.openai.pace import Pace
-from deploy.openai.protocol import ChatBody
+from deploy.openai.protocol import ChatBody, GenerationBody
 from deploy.openai.requests import PreparedRequest
 from deploy.openai.responses import (
     ChatChunks,
@@ -89,31 +89,16 @@ class EventStream:
         prepared: PreparedRequest,
         outputs: ChoiceOutputs,
         tokenizer: DoorTokenizer,
-        pace: Pace,
-        metrics: DoorMetrics,
-        on_failure: Callable[[Exception], None] = lambda _: None,
-        *,
-        has_own_limit: bool = False,
-        keep_alive_s: float | None = None,
+        budget: DeliveryBudget,
+        failures: StreamFailures,
     ) -> None:
-        """`outputs` are those of all requests of `prepared`; `pace` and `metrics` are those of the door.
-
-        `on_failure` hears what ends the stream once it has begun: nobody else does. With `has_own_limit` the
-        client gave it less time than the server does: that this is up is no failure of ours. `keep_alive_s`
-        without a delivery bring a comment; None: they do not.
-        """
+        """`outputs` are those of all requests of `prepared`; `budget` is that of the door."""
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
         self._prepared = prepared
         self._outputs = outputs
-        self._pace = pace
-        self._metrics = metrics
-        self._on_failure = on_failure
-        self._has_own_limit = has_own_limit
-        # Who wants no ids takes every line for JSON.
-        self._keep_alive_s = (
-            math.inf if keep_alive_s is None or not prepared.body.wants_event_ids else keep_alive_s
-        )
+        self._budget = budget
+        self._failures = failures
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -135,18 +120,17 @@ class EventStream:
         for index, what in delivered.items():
             self._chunks.skip(index, what.token_ids, what.text, what.finish_reason)
 
-    async def deliveries(self) -> AsyncGenerator[bytes]:
+    async def deliveries(self, keep_alive: KeepAlive) -> AsyncGenerator[bytes]:
         """Yield encoded events, those together that are there at once, and a comment after each silence.
 
         Until the first of either a failure is raised (it becomes a status code); afterwards it becomes an
         error event.
         """
         has_begun = is_open = False
-        keep_alive = _KeepAlive(self._keep_alive_s)
         events: list[bytes] = []
         taken: list[tuple[int, RequestOutput]] = []
         """What is in `events`."""
-        with self._pace.stream():
+        with self._budget.stream():
             async with self._outputs as outputs:
                 try:
                     while not outputs.is_complete:
@@ -166,11 +150,11 @@ class EventStream:
                         taken.clear()
                         yield keep_alive.or_comment(b"".join(events))
                         events.clear()
-                        await outputs.gather(self._pace.interval_s)
+                        await outputs.gather(self._budget.interval_s)
                 except Exception as error:
                     if not has_begun:
                         raise
-                    events.append(self._error_event(error))
+                    events.append(self._event(self._failures.take(error)))
                 else:
                     events += self._closing()
         outputs.note_delivery(taken)
@@ -207,18 +191,77 @@ class EventStream:
         yield self._event(self._chunks.closing(usage, metrics), is_ended=True)
 
     def _event(self, data: bytes, *, is_ended: bool = False) -> bytes:
-        for character, escape in _LINE_ENDS:
-            if character in data:
-                data = data.replace(character, escape)
         if not self._prepared.has_event_ids:
-            return b"data: %s\n\n" % data
-        event_id = format_event_id(self._prepared, self._positions, is_ended=is_ended)
-        return b"id: %s\ndata: %s\n\n" % (event_id, data)
+            return _event(data)
+        return _event(data, format_event_id(self._prepared, self._positions, is_ended=is_ended))
 
-    def _error_event(self, error: Exception) -> bytes:
+
+def _event(data: bytes, event_id: bytes | None = None) -> bytes:
+    for character, escape in _LINE_ENDS:
+        if character in data:
+            data = data.replace(character, escape)
+    return b"data: %s\n\n" % data if event_id is None else b"id: %s\ndata: %s\n\n" % (event_id, data)
+
+
+async def resumed_deliveries(
+    find: Callable[[], Coroutine[Any, Any, EventStream]],
+    keep_alive: KeepAlive,
+    failures: StreamFailures,
+    event_id: str,
+) -> AsyncGenerator[bytes]:
+    """Yield the deliveries of a stream that has to be found first; until it is, a comment after each silence.
+
+    Failures are as in `EventStream.deliveries`. `event_id` is that of the last event that the client has: it
+    stays so where the stream is not found.
+    """
+    has_begun = False
+    work = asyncio.ensure_future(find())
+    try:
+        while await keep_alive.is_due_before(work):
+            has_begun = True
+            yield keep_alive.or_comment(b"")
+        deliveries = work.result().deliveries(keep_alive)
+        first = await anext(deliveries)
+    except Exception as error:
+        if not has_begun:
+            raise
+        yield _event(failures.take(error), event_id.encode()) + _DONE
+        return
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    async with contextlib.aclosing(deliveries):
+        yield first
+        async for delivery in deliveries:
+            yield delivery
+
+
+class StreamFailures:
+    """Takes what ends a stream whose status cannot say it any more."""
+
+    def __init__(
+        self,
+        response_id: str,
+        metrics: DoorMetrics,
+        on_failure: Callable[[Exception], None],
+        *,
+        has_own_limit: bool,
+    ) -> None:
+        """`on_failure` hears of each: nobody else does. `metrics` are those of the door.
+
+        With `has_own_limit` the client gave the request less time than the server does: that this is up is no
+        failure of ours.
+        """
+        self._response_id = response_id
+        self._metrics = metrics
+        self._on_failure = on_failure
+        self._has_own_limit = has_own_limit
+
+    def take(self, error: Exception) -> bytes:
+        """Count a failure, and return what the client is told of it."""
         api_error = api_error_of(error)
         if api_error is None:
-            logger.error("request %s failed", self._prepared.response_id, exc_info=error)
+            logger.error("request %s failed", self._response_id, exc_info=error)
             api_error = internal_error()
         self._on_failure(error)
         code = api_error.detail.code
@@ -226,17 +269,24 @@ class EventStream:
             self._metrics.note_failed_stream(code, has_own_limit=self._has_own_limit)
         elif api_error.status == _TURNED_AWAY:
             self._metrics.streams_turned_away.inc()
-        return self._event(api_error.body())
+        return api_error.body()
 
 
-class _KeepAlive:
+class KeepAlive:
     """When a stream is to get a comment, also where outputs come that clients see nothing of: a tool call is
     delivered when it is complete."""
 
-    def __init__(self, after_s: float) -> None:
-        self._after_s = after_s
-        self.due_s = asyncio.get_running_loop().time() + after_s
+    def __init__(self, body: GenerationBody, after_s: float | None) -> None:
+        """Begin now. `after_s` without a delivery bring a comment; None: they do not."""
+        # Who wants no ids takes every line for JSON.
+        self._after_s = math.inf if after_s is None or not body.wants_event_ids else after_s
+        self.due_s = asyncio.get_running_loop().time() + self._after_s
         """By the loop's clock."""
+
+    async def is_due_before(self, work: asyncio.Future[Any]) -> bool:
+        """Wait for `work`, until a comment is due; return whether it is."""
+        await asyncio.wait({work}, timeout=max(0.0, self.due_s - asyncio.get_running_loop().time()))
+        return not work.done()
 
     def or_comment(self, delivery: bytes) -> bytes:
         """Return what is to be written now: a comment instead of an empty delivery, if one is due."""

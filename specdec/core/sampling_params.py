@@ -301,9 +301,9 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     min_p: float | None = None
     repetition_penalty: float | None = None
 
-    def params(self) -> SamplingParams:
-        """Return the parameters of a request that says nothing."""
-        return SamplingParams(**self.given())
+    def params(self, **said: Any) -> SamplingParams:
+        """Return the parameters of a request that says this, and nothing of the rest."""
+        return SamplingParams(**(self.given() | said))
 
     def given(self) -> dict[str, Any]:
         """Return those that are not None, by name."""

@@ -451,7 +451,8 @@ class Engine:
 
         Args:
             prompts: texts, or lists of token ids; a single one counts as a list of one.
-            params: one for all, or one for each; None for the defaults.
+            params: one for all, or one for each, which say all; None: as the checkpoint has it
+                (`description.sampling_defaults`, whose `params` are those of who says only a part).
             progress: called with (finished, all) prompts whenever one finishes.
 
         Raises:

@@ -133,6 +133,8 @@ def generate(
     if engine.has_work:
         raise InputError("generate() needs an engine without requests of its own", param=None)
     batch = _as_batch(prompts)
+    if params is None:
+        params = engine.description.sampling_defaults.params()
     groups: list[tuple[Prompt, SamplingParams, list[Request]]] = []
     for index, (prompt, one) in enumerate(zip(batch, _one_each(params, len(batch)), strict=True)):
         one.checked()
@@ -221,10 +223,10 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
     if len(params) != num_prompts:
         raise InputError(f"{len(params)} sampling parameters for {num_prompts} prompts", param="params")
     return params

@@ -22,6 +22,7 @@ from specdec.model.checkpoint import (
     open_checkpoint,
 )
 from specdec.model.config import ModelConfig
+from specdec.model.generation_file import GENERATION_FILE, read_generation_file
 from specdec.model.layer_values import layer_values
 from specdec.model.rotary import longest_sequence
 
@@ -166,13 +167,7 @@ def eos_token_ids_of(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tup
     # A model of text and images may say at the top alone what ends a turn (Gemma 3).
     configs: tuple[Any, ...] = (hf_config, hf_config.get_text_config())
     sources = [("config.json", getattr(config, "eos_token_id", None)) for config in configs]
-    generation_file = checkpoint.path / "generation_config.json"
-    if generation_file.is_file():
-        try:
-            content = json.loads(generation_file.read_text(encoding="utf-8"))
-            sources.append((generation_file.name, content.get("eos_token_id")))
-        except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-            raise CheckpointError(f"{generation_file} cannot be read as JSON: {error}") from error
+    sources.append((GENERATION_FILE, read_generation_file(checkpoint.path).get("eos_token_id")))
     for name, value in sources:
         token_ids = [] if value is None else [value] if isinstance(value, int) else value
         if not isinstance(token_ids, list) or not all(isinstance(one, int) for one in token_ids):

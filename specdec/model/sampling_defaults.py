@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import msgspec
 
 from specdec.core.errors import InputError
-from specdec.core.sampling_params import LEAST_TEMPERATURE, NO_SAMPLING_DEFAULTS, SamplingDefaults
+from specdec.core.sampling_params import LEAST_TEMPERATURE, SamplingDefaults
+from specdec.model.generation_file import GENERATION_FILE, read_generation_file
 
 logger = logging.getLogger(__name__)
-
-_FILE = "generation_config.json"
 
 
 def sampling_defaults_of(folder: Path) -> SamplingDefaults:
@@ -23,14 +21,11 @@ def sampling_defaults_of(folder: Path) -> SamplingDefaults:
     Its `do_sample` is left aside, as servers of the field do: a request says itself how it is sampled, by its
     temperature. A value that nothing can be sampled with is left aside, too, with a warning: the model can be
     served without it.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds no JSON object.
     """
-    file = folder / _FILE
-    try:
-        content: Any = json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError):
-        return NO_SAMPLING_DEFAULTS  # who reads what ends a text from it says what is wrong with it
-    if not isinstance(content, dict):
-        return NO_SAMPLING_DEFAULTS
+    content = read_generation_file(folder)
     kept: dict[str, Any] = {}
     for name in SamplingDefaults.__struct_fields__:
         value = _in_our_words(name, content.get(name))
@@ -39,6 +34,7 @@ def sampling_defaults_of(folder: Path) -> SamplingDefaults:
         try:
             msgspec.convert({name: value}, SamplingDefaults).params().checked()
         except (msgspec.ValidationError, InputError) as error:
+            file = folder / GENERATION_FILE
             logger.warning("%s: %s; requests that do not say %s go without it", file, error, name)
         else:
             kept[name] = value

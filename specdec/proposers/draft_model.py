@@ -23,20 +23,17 @@ from specdec.model.batch import Runner
 from specdec.model.renewal import StagedWeights, stage, take
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import AheadWish, ProposerCapabilities
-from specdec.proposers.bonus import BonusBy, BonusGuesser, Outlook, OutlookRead
+from specdec.proposers.bonus import BonusGuesser, Outlook, OutlookRead
 from specdec.proposers.branches import BlockCopy, Branch, HeldBranch
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop, QRows, StepwiseDraftLoop
-from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
-from specdec.proposers.draft_sequences import Chunk, Drafting, DraftSequences
-from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
+from specdec.proposers.draft_sequences import EVERYTHING, Chunk, Drafting, DraftReading, DraftSequences
+from specdec.proposers.draft_window import ANY_LENGTH
 from specdec.proposers.hidden import PrefixStates
-from specdec.sampling.sampler import TokenChooser
 from specdec.sampling.shaping import LogitShaper, shaper_for
 
 if TYPE_CHECKING:
     import torch
-
-    from specdec.model.rotary import RotaryRule
 
 
 class DraftModelProposer:
@@ -45,19 +42,11 @@ class DraftModelProposer:
     def __init__(
         self,
         runner: Runner,
-        sampler: TokenChooser,
+        choice: DraftChoice,
         *,
-        vocab_size: int,
-        max_read_tokens: int = 512,
-        max_context: int | None = None,
-        eos_token_ids: Sequence[int] = (),
-        sampling: DraftSampling = SHARED_NOISE,
+        reading: DraftReading = EVERYTHING,
         fused_loop: FusedDraftLoop | None = None,
         idle_work: Sequence[IdleWork] = (),
-        prefix_caching: bool = True,
-        rotary: RotaryRule | None = None,
-        window: DraftWindow | None = None,
-        bonus_by: BonusBy = "noise",
         name: str = "draft_model",
         states: PrefixStates | None = None,
     ) -> None:
@@ -65,44 +54,28 @@ class DraftModelProposer:
 
         Args:
             runner: the draft model.
-            sampler: evaluates the token function.
-            vocab_size: tokens that the target knows; the draft model's others are never proposed.
-            max_read_tokens: most committed tokens that one call reads. A sequence that has more to catch up
-                on than is left of it gets no proposal in that call.
-            max_context: longest prefix plus draft, in tokens; None: the runner's limit, or none where the
-                window gives positions of its own.
-            eos_token_ids: tokens that min_tokens keeps from being drafted; nothing is prepared behind them.
-            sampling: how tokens are drawn, as the verification rule needs it.
+            choice: how tokens are chosen from what it says.
+            reading: what it reads of sequences, and keeps.
             fused_loop: asked first to draft, with the same runner, sampler, vocabulary and noise stream.
             idle_work: what makes the runner faster (see `HasIdleWork`).
-            prefix_caching: keep what was read of sequences, for others that begin with the same tokens.
-            rotary: how the draft model's rotary embedding depends on the length of a sequence.
-            window: what of a sequence is kept and attended to; None: everything.
-            bonus_by: what ranks the tokens that `propose_ahead` prepares for.
             name: of the method.
             states: of the target, for a model that reads them. It does not look ahead then, and reads what
                 it has drafted again once it has been committed, since only then it knows them.
         """
-        assert states is None or not prefix_caching, "what a token's row reads lies one before it"
+        assert states is None or not reading.prefix_caching, "what a token's row reads lies one before it"
         self._states = states
-        self._max_context = _longest(runner, window, max_context)
-        self._sequences = DraftSequences(
-            runner,
-            max_read_tokens=max_read_tokens,
-            max_context=self._max_context,
-            prefix_caching=prefix_caching,
-            rotary=rotary,
-            window=window,
-        )
+        max_context = _longest(runner, reading)
+        self._sequences = DraftSequences(runner, reading, max_context=max_context)
         self.idle_work: Sequence[IdleWork] = idle_work
         self._runner = runner
         self._fused_loop = fused_loop
-        self._sampling = sampling
+        sampler, vocab_size = choice.sampler, choice.vocab_size
+        sampling = self._sampling = choice.sampling
         self._stepwise_loop = StepwiseDraftLoop(runner, sampler, vocab_size, sampling.noise_stream)
         self._guesser = BonusGuesser(
-            runner, sampler, vocab_size, shares_noise=sampling.shares_noise, by=bonus_by
+            runner, sampler, vocab_size, shares_noise=sampling.shares_noise, by=choice.bonus_by
         )
-        self._eos_token_ids = tuple(eos_token_ids)
+        self._eos_token_ids = tuple(choice.eos_token_ids)
         self._num_branches = 0
         self._num_branches_left_out = 0
         self.capabilities = ProposerCapabilities(
@@ -111,7 +84,7 @@ class DraftModelProposer:
             noise_stream=sampling.noise_stream,
             gives_q_rows=sampling.gives_q_rows,
             kv="own",
-            max_context=None if self._max_context == ANY_LENGTH else self._max_context,
+            max_context=None if max_context == ANY_LENGTH else max_context,
             looks_ahead=states is None,
             hidden_layers=() if states is None else states.layers,
         )
@@ -480,8 +453,9 @@ class DraftModelProposer:
         )
 
 
-def _longest(runner: Runner, window: DraftWindow | None, max_context: int | None) -> int:
+def _longest(runner: Runner, reading: DraftReading) -> int:
     """Return how many tokens a prefix and its draft can have together."""
+    window, max_context = reading.window, reading.max_context
     limit = ANY_LENGTH if window is not None and window.num_positions is not None else runner.max_model_len
     if window is None or window.max_blocks(limit, runner.block_size) > runner.num_blocks - 1:
         limit = min(limit, (runner.num_blocks - 1) * runner.block_size)

@@ -16,6 +16,7 @@ from specdec.model.rotary import RotaryRule
 from specdec.model.runner import ModelRunner
 from specdec.model.tokenizer import check_same_tokenizer
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_graph import GraphedDraftLoop, loop_bytes
 from specdec.proposers.draft_loop import FusedDraftLoop, NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
@@ -27,13 +28,14 @@ from specdec.proposers.draft_positions import (
     with_positions,
 )
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow, draft_window
 from specdec.proposers.target_facts import TargetFacts
 from specdec.proposers.tree_config import tree_shape
 from specdec.sampling.made_up import MadeUpChooser
 from specdec.sampling.parallel import ParallelSampler
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, TokenChooser
 from specdec.verification.registry import capabilities_of
 
 logger = logging.getLogger(__name__)
@@ -74,18 +76,8 @@ def load_draft_model(
     sampler = ParallelSampler(ranks, loaded.vocab, vocab_size=min(target.vocab_size, loaded.vocab_size))
     shape = tree_shape(config.tree)
     make = DraftModelProposer if shape is None else partial(TreeDraftProposer, shape=shape)
-    return make(
-        runner,
-        sampler,
-        vocab_size=target.vocab_size,
-        max_read_tokens=target.max_read_tokens,
-        max_context=reach.max_context,
-        eos_token_ids=loaded.eos_token_ids,
-        prefix_caching=config.cache.enable_prefix_caching,
-        sampling=draft_sampling(config),
-        rotary=reach.rotary,
-        window=reach.window,
-    )
+    choice = _choice(sampler, loaded, config, target)
+    return make(runner, choice, reading=reach.reading(target.max_read_tokens))
 
 
 def draft_model_config(config: SpeculativeConfig, target: TargetFacts) -> ModelConfig:
@@ -126,22 +118,11 @@ def make_draft_model_proposer(
     kind = Sampler if config.synthetic_acceptance is None else MadeUpChooser
     sampler = kind(config.compile.cache_dir)
     sampler.warm_up()
-    sampling = draft_sampling(config)
+    choice = _choice(sampler, loaded, config, target)
+    reading = reach.reading(target.max_read_tokens)
     if shape is not None:
         return TreeDraftProposer(
-            runner,
-            sampler,
-            shape,
-            vocab_size=target.vocab_size,
-            max_read_tokens=target.max_read_tokens,
-            max_context=reach.max_context,
-            eos_token_ids=loaded.eos_token_ids,
-            sampling=sampling,
-            idle_work=(graphs,),
-            prefix_caching=config.cache.enable_prefix_caching,
-            rotary=reach.rotary,
-            window=reach.window,
-            generating=runner,
+            runner, choice, shape, reading=reading, idle_work=(graphs,), generating=runner
         )
     fused_loop: FusedDraftLoop
     idle_work: tuple[IdleWork, ...]
@@ -152,25 +133,23 @@ def make_draft_model_proposer(
             vocab_size=target.vocab_size,
             num_draft_tokens=config.num_speculative_tokens,
             max_num_seqs=target.max_num_seqs,
-            stream=sampling.noise_stream,
+            stream=choice.sampling.noise_stream,
         )
         idle_work = (graphed_loop, graphs)
     else:
-        fused_loop = NativeDraftLoop(runner, sampler, target.vocab_size, sampling.noise_stream)
+        fused_loop = NativeDraftLoop(runner, sampler, target.vocab_size, choice.sampling.noise_stream)
         idle_work = (graphs,)
-    return DraftModelProposer(
-        runner,
-        sampler,
+    return DraftModelProposer(runner, choice, reading=reading, fused_loop=fused_loop, idle_work=idle_work)
+
+
+def _choice(
+    sampler: TokenChooser, loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts
+) -> DraftChoice:
+    return DraftChoice(
+        sampler=sampler,
         vocab_size=target.vocab_size,
-        max_read_tokens=target.max_read_tokens,
-        max_context=reach.max_context,
         eos_token_ids=loaded.eos_token_ids,
-        prefix_caching=config.cache.enable_prefix_caching,
-        sampling=sampling,
-        fused_loop=fused_loop,
-        idle_work=idle_work,
-        rotary=reach.rotary,
-        window=reach.window,
+        sampling=draft_sampling(config),
     )
 
 
@@ -179,7 +158,7 @@ class _Reach(NamedTuple):
 
     window: DraftWindow | None
     max_context: int | None
-    """As for `DraftModelProposer`."""
+    """As for `DraftReading`."""
     max_held_tokens: int | None
     """As for `ModelRunner`."""
     rotary: RotaryRule | None
@@ -188,6 +167,16 @@ class _Reach(NamedTuple):
     """With `kv.positions` decided."""
     positions: DraftReach
     """By which they were."""
+
+    def reading(self, max_read_tokens: int) -> DraftReading:
+        """Return what is read of texts, so many tokens in a call."""
+        return DraftReading(
+            max_read_tokens=max_read_tokens,
+            max_context=self.max_context,
+            prefix_caching=self.config.cache.enable_prefix_caching,
+            rotary=self.rotary,
+            window=self.window,
+        )
 
     def warn_of_pool(self, num_blocks: int) -> None:
         """Say so if the pool turned out smaller than one window."""

@@ -163,29 +163,41 @@ class Chunk(NamedTuple):
     completes: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftReading:
+    """What a draft model reads of sequences, and what it keeps of that."""
+
+    max_read_tokens: int = 512
+    """Most committed tokens that one call reads. A sequence that has more to catch up on than is left of it
+    gets no proposal in that call."""
+    max_context: int | None = None
+    """Longest prefix plus draft, in tokens; None: the runner's limit, or none where the window gives
+    positions of its own."""
+    prefix_caching: bool = True
+    """Keep what was read of sequences, for others that begin with the same tokens."""
+    rotary: RotaryRule | None = None
+    """How the draft model's rotary embedding depends on the length of a sequence."""
+    window: DraftWindow | None = None
+    """What of a sequence is kept and attended to; None: everything."""
+
+
+EVERYTHING = DraftReading()
+
+
 class DraftSequences:
     """The sequences that share one draft model's KV pool."""
 
-    def __init__(
-        self,
-        model: PagedModel,
-        *,
-        max_read_tokens: int,
-        max_context: int,
-        prefix_caching: bool,
-        rotary: RotaryRule | None,
-        window: DraftWindow | None = None,
-    ) -> None:
-        """Hold nothing yet; for the arguments see `DraftModelProposer`."""
-        self._rotary = rotary
-        self._window = window
+    def __init__(self, model: PagedModel, reading: DraftReading, *, max_context: int) -> None:
+        """Hold nothing yet. `max_context` is what the model and its pool make of that of `reading`."""
+        self._rotary = reading.rotary
+        self._window = reading.window
         self._most_budgets: dict[int, int] = {}
         """By number of sequences: the largest budget (tokens) with which all of them have room."""
         self._vocab_size = model.vocab_size
         self._block_size = model.block_size
-        self._max_read_tokens = max_read_tokens
+        self._max_read_tokens = reading.max_read_tokens
         self._max_context = max_context
-        self._cache = PrefixCache(model.num_blocks, model.block_size) if prefix_caching else None
+        self._cache = PrefixCache(model.num_blocks, model.block_size) if reading.prefix_caching else None
         self._allocator = BlockAllocator(model.num_blocks) if self._cache is None else self._cache.allocator
         self._states: OrderedDict[RequestId, DraftSequence] = OrderedDict()
         self._opened: set[RequestId] = set()

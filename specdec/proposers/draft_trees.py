@@ -8,15 +8,12 @@ from dataclasses import replace
 from specdec.core.idle_work import IdleWork
 from specdec.core.proposal import Proposal
 from specdec.model.batch import GeneratingRunner, Runner
-from specdec.model.rotary import RotaryRule
 from specdec.proposers.branches import HeldBranch
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
-from specdec.proposers.draft_sequences import Chunk, Drafting
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.draft_sequences import EVERYTHING, Chunk, Drafting, DraftReading
 from specdec.proposers.hidden import PrefixStates
 from specdec.proposers.tree_loop import ReadNodes, RunnerNodes, TreeDraftLoop
-from specdec.sampling.sampler import TokenChooser
 from specdec.tree.growth import GrowingTree, TreeShape, levels_of
 
 
@@ -30,18 +27,11 @@ class TreeDraftProposer(DraftModelProposer):
     def __init__(
         self,
         runner: Runner,
-        sampler: TokenChooser,
+        choice: DraftChoice,
         shape: TreeShape,
         *,
-        vocab_size: int,
-        max_read_tokens: int = 512,
-        max_context: int | None = None,
-        eos_token_ids: Sequence[int] = (),
-        sampling: DraftSampling = SHARED_NOISE,
+        reading: DraftReading = EVERYTHING,
         idle_work: Sequence[IdleWork] = (),
-        prefix_caching: bool = True,
-        rotary: RotaryRule | None = None,
-        window: DraftWindow | None = None,
         name: str = "draft_model",
         states: PrefixStates | None = None,
         generating: GeneratingRunner | None = None,
@@ -50,27 +40,20 @@ class TreeDraftProposer(DraftModelProposer):
 
         `generating` is the runner where it may rank tokens itself.
         """
-        sampling = sampling.for_trees(shape)
+        sampling = choice.sampling.for_trees(shape)
         super().__init__(
             runner,
-            sampler,
-            vocab_size=vocab_size,
-            max_read_tokens=max_read_tokens,
-            max_context=max_context,
-            eos_token_ids=eos_token_ids,
-            sampling=sampling,
+            replace(choice, sampling=sampling),
+            reading=reading,
             idle_work=idle_work,
-            prefix_caching=prefix_caching,
-            rotary=rotary,
-            window=window,
             name=name,
             states=states,
         )
         self._shape = shape
         self._loop = TreeDraftLoop(
             RunnerNodes(runner, generating),
-            sampler,
-            vocab_size,
+            choice.sampler,
+            choice.vocab_size,
             sampling,
             uses_confidence=shape.uses_confidence,
         )

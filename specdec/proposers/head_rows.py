@@ -17,7 +17,7 @@ from specdec.core.sequence import SequenceView
 from specdec.drafters.base import HeadsDrafter
 from specdec.model.batch import SequenceSlice
 from specdec.proposers.compiled_drafters import CompiledHeads
-from specdec.proposers.draft_sequences import Chunk, DraftSequences
+from specdec.proposers.draft_sequences import Chunk, DraftReading, DraftSequences
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.hidden import HiddenSource, PrefixStates
@@ -107,11 +107,8 @@ class PrefixRows:
         self._states = PrefixStates(source, heads.hidden_layers)
         self._sequences = DraftSequences(
             pool,
-            max_read_tokens=max_read_tokens,
+            DraftReading(max_read_tokens=max_read_tokens, prefix_caching=False, window=window),
             max_context=pool.max_model_len if max_context is None else min(pool.max_model_len, max_context),
-            prefix_caching=False,
-            rotary=None,
-            window=window,
         )
 
     @property

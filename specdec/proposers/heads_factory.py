@@ -27,10 +27,12 @@ from specdec.proposers.compiled_drafters import (
     packed_bytes,
 )
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_positions import heads_warning
 from specdec.proposers.draft_sampling import DraftSampling
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import draft_window, small_pool_warning
 from specdec.proposers.drafter_pool import DrafterPool
@@ -196,17 +198,23 @@ class LoadedFeatureDrafter:
         else:
             loop = NativeDraftLoop(runner, sampler, self.target.vocab_size, sampling.noise_stream)
             make = partial(DraftModelProposer, fused_loop=loop)
-        return make(
-            runner,
-            sampler,
+        choice = DraftChoice(
+            sampler=sampler,
             vocab_size=self.target.vocab_size,
-            max_read_tokens=self.max_read_tokens,
-            max_context=config.max_model_len,
             eos_token_ids=self.target.eos_token_ids,
             sampling=sampling,
-            idle_work=idle_work,
+        )
+        reading = DraftReading(
+            max_read_tokens=self.max_read_tokens,
+            max_context=config.max_model_len,
             prefix_caching=False,
             window=draft_window(config),
+        )
+        return make(
+            runner,
+            choice,
+            reading=reading,
+            idle_work=idle_work,
             name=config.method,
             states=PrefixStates(source, self.hidden_layers),
         )

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from specdec.core.errors import ConfigError
-from specdec.drafters.base import Drafter
-from specdec.drafters.checkpoints.files import DrafterFolder, open_drafter
+from specdec.core.errors import CheckpointError, ConfigError
+from specdec.drafters.checkpoints.files import (
+    FILES_OF_HEADS,
+    DrafterFolder,
+    open_drafter,
+    pickled_error,
+)
 from specdec.drafters.checkpoints.mtp import has_mtp
-from specdec.drafters.checkpoints.registry import DrafterKind, kind_of
-from specdec.drafters.eagle import Eagle
-from specdec.drafters.eagle3 import Eagle3
-from specdec.drafters.hydra import Hydra
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.mtp import Mtp
-from specdec.drafters.parallel_heads import ParallelHeads
+from specdec.drafters.checkpoints.registry import DRAFTERS, DrafterKind, kind_of
 from specdec.proposers.config import SpeculativeConfig
-
-_NAMES: Mapping[DrafterKind, type[Drafter]] = {
-    "medusa": Medusa,
-    "hydra": Hydra,
-    "eagle": Eagle,
-    "eagle3": Eagle3,
-    "mtp": Mtp,
-    "parallel_heads": ParallelHeads,
-}
 
 
 def open_heads(config: SpeculativeConfig, target: str | Path) -> DrafterFolder:
@@ -39,18 +27,31 @@ def open_heads(config: SpeculativeConfig, target: str | Path) -> DrafterFolder:
         ConfigError: it holds none of the method that is asked for.
     """
     path = target if config.model is None else config.model
-    folder = open_drafter(
-        path, allow_pickled=config.allow_pickled_weights, passing_over_heads=config.model is None
-    )
+    folder = open_drafter(path, kind=config.method, allow_pickled=config.allow_pickled_weights)
     if config.model is None and not has_mtp(folder):
         raise ConfigError(
             f"speculative_config.method: {config.method} without `model` drafts with modules in the target's "
             f"own folder, and {path} holds none: give the folder that holds them (model), or another method"
         )
-    found = kind_of(folder)
-    if found != config.method:
-        raise ConfigError(
-            f"speculative_config.method: {config.method}, but {path} holds {_NAMES[found].__name__}: "
-            f"write method: {found}"
-        )
-    return folder
+    found = _kind_of(folder)
+    if found == config.method:
+        return folder
+    beside = {file.stem: file for file in folder.passed_over}
+    unread = beside.get(FILES_OF_HEADS.get(config.method, ""))
+    if unread is not None:
+        raise pickled_error(unread)
+    held = next(kind for kind in DRAFTERS if FILES_OF_HEADS.get(kind) in beside) if found is None else found
+    raise ConfigError(
+        f"speculative_config.method: {config.method}, but {path} holds {DRAFTERS[held].__name__}: "
+        f"write method: {held}"
+    )
+
+
+def _kind_of(folder: DrafterFolder) -> DrafterKind | None:
+    """Return what a folder holds; None: a model, with nothing but files of heads that were passed over."""
+    try:
+        return kind_of(folder)
+    except CheckpointError:
+        if not folder.passed_over:
+            raise
+        return None

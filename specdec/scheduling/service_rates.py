@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from specdec.core.decaying import DecayingMean, kept_after
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 
 _HALF_LIFE = 32
 """Finished requests after which one counts half."""
-_KEPT = 0.5 ** (1.0 / _HALF_LIFE)
+_KEPT = kept_after(1.0, _HALF_LIFE)
 _LEAST_FINISHES = 4.0
 """Fewer than that, finished while others waited, are no measurement of the drain rate."""
 _LEAST_MARGIN = 1.2
@@ -20,50 +21,28 @@ _LEAST_FORESEEN = 8.0
 """After fewer of them, how well first tokens are foreseen is not known: the least margin holds."""
 _DEVIATIONS = 2.5
 """Of how far first tokens were off, added to what is expected: about one in a hundred is later."""
-_PACE_HALF_LIFE_S = 0.4
-_PACE_HALF_LIFE_TOKENS = 64.0
+_MOMENT_S, _MOMENT_TOKENS = 0.4, 64.0
 """Of decoding, after which what rounds took counts half: whichever is longer."""
 _MOST_CHANGE = 3.0
-"""By so much the pace of the moment may differ from that of finished requests; a fault is not a pace."""
+"""By so much tokens may take more or less than those of finished requests did; a fault counts no further."""
 
 
 @dataclass(slots=True)
-class _Mean:
-    """Of what was seen lately, weighted."""
+class _MomentaryGap:
+    """From rounds: finished requests tell of a change only when most of it is behind them."""
 
-    total: float = 0.0
-    weight: float = 0.0
-
-    def add(self, total: float, weight: float = 1.0) -> None:
-        """Count something that happened `weight` times and came to `total`."""
-        self.total = _KEPT * self.total + total
-        self.weight = _KEPT * self.weight + weight
-
-    @property
-    def value(self) -> float:
-        """The mean; 0 before there is anything."""
-        return self.total / self.weight if self.weight > 0.0 else 0.0
-
-
-@dataclass(slots=True)
-class _Pace:
-    """Of the moment, from rounds: finished requests tell of a change only when most of it is behind them."""
-
-    seconds: float = 0.0
-    """Summed over those who decoded."""
-    tokens: float = 0.0
+    seconds: DecayingMean = field(default_factory=DecayingMean)
+    """Per token, summed over those who decoded."""
 
     def add(self, elapsed_s: float, seconds: float, num_tokens: int) -> None:
         """Count so many tokens, and what they took: by the clock, and summed over those who decoded."""
-        half_lives = min(elapsed_s / _PACE_HALF_LIFE_S, num_tokens / _PACE_HALF_LIFE_TOKENS)
-        decay = 0.5**half_lives
-        self.seconds = decay * self.seconds + seconds
-        self.tokens = decay * self.tokens + num_tokens
+        half_lives = min(elapsed_s / _MOMENT_S, num_tokens / _MOMENT_TOKENS)
+        self.seconds.add(seconds, num_tokens, kept=kept_after(half_lives, 1.0))
 
     @property
-    def gap_s(self) -> float | None:
+    def value_s(self) -> float | None:
         """Seconds per token of one request; None: too little was seen."""
-        return self.seconds / self.tokens if self.tokens >= _PACE_HALF_LIFE_TOKENS else None
+        return self.seconds.value if self.seconds.weight >= _MOMENT_TOKENS else None
 
 
 @dataclass(slots=True)
@@ -128,10 +107,9 @@ class ServiceRates:
         "_gap",
         "_length",
         "_max_num_seqs",
+        "_momentary_gap",
         "_num_decoding",
-        "_pace",
-        "_saturated_finishes",
-        "_saturated_s",
+        "_saturated_gap",
         "_seen_s",
         "_service",
         "_tokenless_s",
@@ -142,18 +120,18 @@ class ServiceRates:
         self._max_num_seqs = max_num_seqs
         self._seen_s = now_s
         self._was_saturated = False
-        self._saturated_s = 0.0
-        self._saturated_finishes = 0.0
-        self._service = _Mean()
+        self._saturated_gap = DecayingMean()
+        """Seconds between two ends, while somebody waits."""
+        self._service = DecayingMean()
         """Seconds from a request's first round to its end; of those that began here."""
-        self._first_token = _Mean()
+        self._first_token = DecayingMean()
         """Seconds per token that was read, cached or not, from the first round to the first new token."""
-        self._gap = _Mean()
+        self._gap = DecayingMean()
         """Seconds per token after the first."""
-        self._length = _Mean()
+        self._length = DecayingMean()
         """Generated tokens, of requests that were to generate any."""
         self._foresight = _Foresight()
-        self._pace = _Pace()
+        self._momentary_gap = _MomentaryGap()
         self._num_decoding = 0
         """Behind the last round."""
         self._tokenless_s = 0.0
@@ -179,9 +157,8 @@ class ServiceRates:
         self._num_decoding = num_decoding
         finished = [output for output in outputs if output.finish_reason in ("stop", "length")]
         if self._was_saturated:
-            decay = _KEPT ** len(finished)
-            self._saturated_s = decay * self._saturated_s + (now_s - self._seen_s)
-            self._saturated_finishes = decay * self._saturated_finishes + len(finished)
+            number = len(finished)
+            self._saturated_gap.add(now_s - self._seen_s, number, kept=_KEPT**number)
         self._seen_s = now_s
         self._was_saturated = is_saturated
         for output in finished:
@@ -198,7 +175,7 @@ class ServiceRates:
         seconds = self._tokenless_s * self._num_decoding
         if self._gap.value > 0.0:
             seconds = min(seconds, _MOST_CHANGE * self._gap.value * num_tokens)
-        self._pace.add(self._tokenless_s, seconds, num_tokens)
+        self._momentary_gap.add(self._tokenless_s, seconds, num_tokens)
         self._tokenless_s = 0.0
 
     def _note_finish(self, output: RequestOutput) -> None:
@@ -207,21 +184,22 @@ class ServiceRates:
             return
         num_delivered = stats.num_delivered_tokens
         if not num_delivered:  # else most of it may have happened elsewhere
-            self._service.add(stats.finished_s - stats.first_scheduled_s)
+            self._service.add(stats.finished_s - stats.first_scheduled_s, kept=_KEPT)
         if output.num_generated_tokens:  # else its prompt was to be scored, which takes a place, too
-            self._length.add(output.num_generated_tokens)
+            self._length.add(output.num_generated_tokens, kept=_KEPT)
         if stats.first_token_s is not None:
             read_s = stats.first_token_s - stats.first_scheduled_s
-            self._first_token.add(read_s, max(1, output.num_prompt_tokens + num_delivered))
+            num_read = max(1, output.num_prompt_tokens + num_delivered)
+            self._first_token.add(read_s, num_read, kept=_KEPT)
             num_more = output.num_generated_tokens - num_delivered - 1
             if num_more > 0:
-                self._gap.add(stats.finished_s - stats.first_token_s, num_more)
+                self._gap.add(stats.finished_s - stats.first_token_s, num_more, kept=_KEPT)
 
     @property
     def seconds_per_request(self) -> float:
         """Mean time between two requests that finish while others wait; 0: nothing is known."""
-        if self._saturated_finishes >= _LEAST_FINISHES:
-            return self._saturated_s / self._saturated_finishes
+        if self._saturated_gap.weight >= _LEAST_FINISHES:
+            return self._saturated_gap.value
         return self._service.value / self._max_num_seqs
 
     def expected_tokens(self, request: Request) -> int:
@@ -250,7 +228,7 @@ class ServiceRates:
     @property
     def _slowness(self) -> float:
         """How many times as long as of those who have finished tokens take now."""
-        now_s, usual_s = self._pace.gap_s, self._gap.value
+        now_s, usual_s = self._momentary_gap.value_s, self._gap.value
         if now_s is None or usual_s <= 0.0:
             return 1.0
         return min(max(now_s / usual_s, 1.0 / _MOST_CHANGE), _MOST_CHANGE)

@@ -85,10 +85,17 @@ class ChannelCounters:
     not come from device to device (lane_broken), and that could not be opened so (no_lane)."""
 
 
-def dropped_series(channel: Literal["draft", "target"], dropped: Mapping[str, int]) -> dict[str, int]:
-    """Return what was dropped, by reason, between coordinators and workers as it is exported."""
+def dropped_series(
+    channel: Literal["draft", "target", "hidden"],
+    dropped_by: Literal["coordinator", "draft_worker", "target_worker"],
+    dropped: Mapping[str, int],
+) -> dict[str, int]:
+    """Return what was dropped at one end of a channel of workers, by reason, as it is exported.
+
+    `channel`: between coordinators and draft workers, or target workers, or (hidden states) between these.
+    """
     return {
-        f'worker_messages_dropped{{channel="{channel}",reason="{reason}"}}': count
+        f'worker_messages_dropped{{channel="{channel}",dropped_by="{dropped_by}",reason="{reason}"}}': count
         for reason, count in list(dropped.items())
     }
 

@@ -94,6 +94,8 @@ class StepDone(msgspec.Struct, frozen=True, array_like=True, tag=11):
     incarnation: int
     sequence: int
     result: TargetResult
+    counts: dict[str, int] | None = None
+    """What the target worker has counted since its start, by metric name without prefix."""
 
 
 class DraftOpening(msgspec.Struct, frozen=True, array_like=True):

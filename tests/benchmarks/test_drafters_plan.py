@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from benchmarks.drafter_families import FAMILIES, PLAIN
-from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, QUICK, Cell, Pace, rest_of
+from benchmarks.drafters_plan import AS_IT_IS, FULL, INFLATED, QUICK, Cell, DecodingSpeed, rest_of
 
 
 def test_the_plan_is_what_is_asked_for() -> None:
@@ -40,9 +40,9 @@ def test_what_headlines_are_of_is_measured_first() -> None:
 
 def test_a_cell_that_would_take_too_long_decodes_fewer_tokens() -> None:
     plan = dataclasses.replace(FULL, pairs=2, prompts_per_turn=4, tokens_per_prompt=48, cell_s=12.0)
-    fast = Pace(tokens_per_s=1000.0, settling_s=0.0)
+    fast = DecodingSpeed(tokens_per_s=1000.0, settling_s=0.0)
     assert plan.tokens_within(1, 3, [fast, fast]) == 48
-    slow = Pace(tokens_per_s=80.0, settling_s=0.0)
+    slow = DecodingSpeed(tokens_per_s=80.0, settling_s=0.0)
     # 2 s for a class of a pair: 4 prompts of n tokens, twice
     assert plan.tokens_within(1, 3, [slow, slow]) == 20
     assert plan.tokens_within(1, 3, [slow, dataclasses.replace(slow, settling_s=0.05)]) == 18

@@ -255,6 +255,20 @@ def test_numbers_of_target_groups_that_make_no_sense_are_dropped_and_counted() -
     asyncio.run(run())
 
 
+def test_what_a_door_drops_is_in_its_report() -> None:
+    key = 'channel_messages_dropped{dropped_by="ingress",reason="%s"}'
+
+    async def run() -> None:
+        async with started() as service:
+            assert key % "unknown_peer" not in service._report().counters
+            service._pump.send(PeerId("nobody"), Pong(1, ()))
+            await until(lambda: service._channel.counters.dropped["unknown_peer"] == 1)
+            assert service._report().counters[key % "unknown_peer"] == 1
+            assert (await service.metrics())[key % "unknown_peer"] == 1
+
+    asyncio.run(run())
+
+
 def is_healthy(service: ClusterService) -> bool:
     try:
         service.check_health()

@@ -124,3 +124,11 @@ def test_of_several_models_each_has_its_label() -> None:
     (rounds,) = published({'rounds{model_name="a"}': 7.0, 'rounds{model_name="b"}': 2.0})
     assert rounds.labels == ("model_name",)
     assert sorted(rounds.values.values()) == [2, 7]
+
+
+def test_workers_of_another_version_may_name_fewer_labels_or_more() -> None:
+    of_older = 'worker_messages_dropped{model_name="m",channel="draft",reason="full"}'
+    of_newer = 'worker_messages_dropped{model_name="m",channel="draft",dropped_by="x",reason="full",more="y"}'
+    (dropped,) = published({of_older: 7.0, of_newer: 2.0})
+    assert sorted(dropped.labels) == ["channel", "dropped_by", "model_name", "reason"]
+    assert sorted(dropped.values.values()) == [2, 7]

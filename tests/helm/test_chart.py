@@ -198,7 +198,7 @@ def test_values_file_shows_every_key() -> None:
         {"target": {"podDisruptionBudget": {"maxUnavailable": "50%"}}},
         {"target": {"podDisruptionBudget": {"maxUnavailable": -1}}},
         {"ingress": {"drainSeconds": "30s"}},
-        {"monitoring": {"prometheusRule": {"runbookUrl": "docs/operations.md"}}},
+        {"monitoring": {"prometheusRule": {"runbookUrl": "docs/operations/alerts.md"}}},
         {"head": {"gpu": 1}},
         {"config": {"target": {"dtyp": "float32"}}},
         {"config": {"target": {"dtype": "fp32"}}},

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.optimization import ORDINARY, Pace, make_optimizers, set_learning_rates
+from training.optimization import ORDINARY, ModuleRates, make_optimizers, set_learning_rates
 
 
 def rates(optimizers: list[torch.optim.Optimizer]) -> dict[float, set[float]]:
@@ -40,13 +40,13 @@ def test_stacked_experts_are_adamws() -> None:
     assert module.experts.grad is None
 
 
-def test_modules_move_at_their_own_paces() -> None:
+def test_modules_move_at_their_own_rates() -> None:
     heads, target = nn.Linear(2, 3), nn.Linear(2, 3)
     for module, value in ((heads, 1.0), (target, 2.0)):
         for parameter in module.parameters():
             nn.init.constant_(parameter, value)
     optimizers = make_optimizers(
-        [(heads, ORDINARY), (target, Pace(share=0.25, first_step=10))],
+        [(heads, ORDINARY), (target, ModuleRates(share=0.25, first_step=10))],
         muon_lr=0.4,
         adamw_lr=0.8,
         weight_decay=0.0,

@@ -26,7 +26,7 @@ from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.stored import save_language_model
 from training.layerskip import draw_kept_rows, exit_weights, layer_dropout_rates, rotating_exit
-from training.optimization import Pace
+from training.optimization import ModuleRates
 from training.progress import console
 from training.run import TrainingRun
 
@@ -129,7 +129,7 @@ def train_early_exits(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
     run = ground.begin_run(
         {"target": ground.model},
         vocabulary_sizes=frozenset({exits.parts.vocab_size}),
-        paces={"target": Pace(share=recipe.target_rate)},
+        rates={"target": ModuleRates(share=recipe.target_rate)},
     )
     run.run(lambda number: run.accumulate(number, recipe.accumulate, _forward(ground, exits, run)))
     save_language_model(ground.model, ground.tokenizer, options.out, getattr(torch, options.stored_dtype))

@@ -30,7 +30,7 @@ from training.drafters.recipe import DrafterRecipe
 from training.drafters.rows import Rows
 from training.drafters.texts import leading_ids, read_documents, split
 from training.generation import write_rows
-from training.optimization import Pace
+from training.optimization import ModuleRates
 from training.progress import console
 from training.run import RunOptions, TrainingRun
 from training.whole_models import load_whole_model
@@ -146,7 +146,7 @@ class Groundwork:
         modules: dict[str, nn.Module],
         *,
         vocabulary_sizes: frozenset[int],
-        paces: Mapping[str, Pace] | None = None,
+        rates: Mapping[str, ModuleRates] | None = None,
     ) -> TrainingRun:
         """The run that WORK holds, or a new one.
 
@@ -169,7 +169,7 @@ class Groundwork:
                 checkpoint_every_s=options.checkpoint_every_s,
             ),
             vocabulary_sizes=vocabulary_sizes,
-            paces=paces,
+            rates=rates,
         )
 
     def kept_states(self, capture: Capture) -> KeptStates | None:

@@ -33,7 +33,7 @@ from training.drafters.objectives import medusa_losses, text_loss
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.stored import save_language_model, stored_as
-from training.optimization import Pace
+from training.optimization import ModuleRates
 from training.progress import console
 
 TARGET_FOLDER, ADAPTER_FOLDER, HEADS_FOLDER = "target", "adapter", "heads"
@@ -112,7 +112,7 @@ def train_jointly(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
     run = ground.begin_run(
         {"heads": training.heads, "target": training.moving},
         vocabulary_sizes=frozenset({training.heads.target.vocab_size}),
-        paces={"target": Pace(share=recipe.target_rate, first_step=recipe.heads_first)},
+        rates={"target": ModuleRates(share=recipe.target_rate, first_step=recipe.heads_first)},
     )
     run.run(lambda number: run.accumulate(number, recipe.accumulate, _forward(ground, training)))
     _store(training, ground)
@@ -144,7 +144,9 @@ def _check(recipe: DrafterRecipe, options: TrainOptions) -> None:
 
 def _start_from(heads: Medusa, options: TrainOptions) -> None:
     assert options.start_from is not None
-    other = load_drafter(options.start_from, heads.target, allow_pickled=options.allow_pickled_weights)
+    other = load_drafter(
+        options.start_from, heads.target, kind="medusa", allow_pickled=options.allow_pickled_weights
+    )
     wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in other.state_dict().items()}
     if not isinstance(other, Medusa) or wanted != found:

@@ -8,7 +8,7 @@ import torch
 
 from specdec.core.errors import ConfigError
 from specdec.drafters.base import Drafter
-from specdec.drafters.checkpoints.registry import load_drafter
+from specdec.drafters.checkpoints.registry import DRAFTERS, load_drafter
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.hydra import Hydra
@@ -31,7 +31,8 @@ def start_from(training: Training, folder: Path, *, allow_pickled: bool) -> None
         CheckpointError: the folder cannot be read.
     """
     drafter = training.drafter
-    other = load_drafter(folder, drafter.target, torch.float32, allow_pickled=allow_pickled)
+    kind = next(kind for kind, its_type in DRAFTERS.items() if its_type is type(drafter))
+    other = load_drafter(folder, drafter.target, torch.float32, kind=kind, allow_pickled=allow_pickled)
     if type(other) is not type(drafter):
         raise ConfigError(
             f"--start-from {folder} holds {type(other).__name__}, not {type(drafter).__name__}: leave it out"

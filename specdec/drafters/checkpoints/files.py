@@ -9,7 +9,7 @@ import json
 import pickle
 import shlex
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,10 @@ from specdec.model.checkpoint import CONFIG_FILE, checked_header, open_checkpoin
 
 WEIGHTS_FILE = "model.safetensors"
 _MODEL_FILES = (WEIGHTS_FILE, "model.safetensors.index.json")
-_HEAD_FILES = ("medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
-_PICKLED_FILES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
+FILES_OF_HEADS = {"medusa": "medusa_lm_head", "hydra": "hydra_lm_head"}
+"""How files are called, but for their endings, that hold heads of these kinds alone."""
+_ENDINGS = (".safetensors", ".pt")
+_PICKLED_MODEL = "pytorch_model.bin"
 
 TensorFormat = Literal["safetensors", "pt"]
 
@@ -40,6 +42,8 @@ class DrafterFolder:
     """Where it is."""
     unpickled: Mapping[str, torch.Tensor]
     """Tensors of pickled files, which are read at once."""
+    passed_over: tuple[Path, ...] = ()
+    """Files of heads beside the model that this is: pickled ones, or of other kinds than were asked for."""
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return these tensors, on the host."""
@@ -58,9 +62,7 @@ class DrafterFolder:
         return found
 
 
-def open_drafter(
-    path: str | Path, *, allow_pickled: bool = False, passing_over_heads: bool = False
-) -> DrafterFolder:
+def open_drafter(path: str | Path, *, kind: str | None = None, allow_pickled: bool = False) -> DrafterFolder:
     """Look at a drafter's folder, or at that of a target that has a drafter in it.
 
     Files of heads go before those of a model, which are the target's where there are both. Of a whole model
@@ -68,30 +70,50 @@ def open_drafter(
 
     Args:
         path: the folder.
-        allow_pickled: whether, without safetensors, a pickled file may be read.
-        passing_over_heads: whether what is in a model is asked for, whatever files of heads lie beside it.
+        kind: what is asked for (`registry.DrafterKind`): beside a model, files of heads of other kinds are
+            passed over. None: whatever is there.
+        allow_pickled: whether, without safetensors of a drafter, a pickled file may be read.
 
     Raises:
         CheckpointError: the folder, config.json or weights are missing or unreadable, or pickled unasked.
     """
     folder = open_folder(path)
-    heads = [folder.path / name for name in _HEAD_FILES if (folder.path / name).is_file()]
-    if heads and not passing_over_heads:
+    has_model = any((folder.path / name).is_file() for name in _MODEL_FILES)
+    beside_model = _files_of_heads(folder.path)
+    of_kind = [file for file in beside_model if file.stem == FILES_OF_HEADS.get(kind or "")]
+    wanted = of_kind if of_kind or (has_model and kind is not None) else beside_model
+    heads = [file for file in wanted if file.suffix == ".safetensors"]
+    if heads:
         return _opened(folder.path, folder.config, heads, {})
-    if any((folder.path / name).is_file() for name in _MODEL_FILES):
+    pickled = wanted
+    if has_model:
         files = open_checkpoint(path).weight_files
         opened = _opened(folder.path, folder.config, files, {})
         if not _is_whole_model(opened.shapes):
             return opened
-        beside = sorted(set(folder.path.glob("*.safetensors")) - {*files, *heads})
-        return _opened(folder.path, folder.config, (*files, *beside), {})
-    pickled = [folder.path / name for name in _PICKLED_FILES if (folder.path / name).is_file()]
+        if not (pickled and allow_pickled):
+            beside = sorted(set(folder.path.glob("*.safetensors")) - {*files, *beside_model})
+            opened = _opened(folder.path, folder.config, (*files, *beside), {})
+            return replace(opened, passed_over=tuple(beside_model))
+    elif not pickled and (folder.path / _PICKLED_MODEL).is_file():
+        pickled = [folder.path / _PICKLED_MODEL]
     if not pickled:
-        names = ", ".join((WEIGHTS_FILE, *_HEAD_FILES, *(_PICKLED_FILES if allow_pickled else ())))
-        raise CheckpointError(f"{folder.path} has no weights of a drafter (one of {names})")
+        endings = _ENDINGS if allow_pickled else _ENDINGS[:1]
+        names = [f"{name}{ending}" for ending in endings for name in FILES_OF_HEADS.values()]
+        known = ", ".join((WEIGHTS_FILE, *names, *((_PICKLED_MODEL,) if allow_pickled else ())))
+        raise CheckpointError(f"{folder.path} has no weights of a drafter (one of {known})")
     if not allow_pickled:
-        raise _pickled_error(pickled[0])
+        raise pickled_error(pickled[0])
     return _opened(folder.path, folder.config, (pickled[0],), _unpickled(pickled[0]))
+
+
+def _files_of_heads(folder: Path) -> list[Path]:
+    """Return the files that hold heads alone; a pickled one only where it was not converted."""
+    found: list[Path] = []
+    for name in FILES_OF_HEADS.values():
+        files = [folder / f"{name}{ending}" for ending in _ENDINGS]
+        found += [file for file in files if file.is_file()][:1]
+    return found
 
 
 def _is_whole_model(names: Collection[str]) -> bool:
@@ -136,7 +158,8 @@ def _opened(
     return DrafterFolder(path=path, config=config, shapes=shapes, files=places, unpickled=unpickled)
 
 
-def _pickled_error(file: Path) -> CheckpointError:
+def pickled_error(file: Path) -> CheckpointError:
+    """Return what is said of a pickled file that nobody allowed to be read."""
     named = {"pytorch_model": WEIGHTS_FILE}.get(file.stem, f"{file.stem}.safetensors")
     convert = (
         "import sys, torch; from safetensors.torch import save_file; "

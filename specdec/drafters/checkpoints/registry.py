@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,16 +13,31 @@ from specdec.core.errors import CheckpointError
 from specdec.drafters.base import Drafter, TargetParts
 from specdec.drafters.checkpoints.eagle import load_eagle
 from specdec.drafters.checkpoints.eagle3 import load_eagle3
-from specdec.drafters.checkpoints.files import DrafterFolder, open_drafter
+from specdec.drafters.checkpoints.files import FILES_OF_HEADS, DrafterFolder, open_drafter, pickled_error
 from specdec.drafters.checkpoints.hydra import ARCHITECTURE_KEY, load_hydra
 from specdec.drafters.checkpoints.medusa import has_medusa, load_medusa
 from specdec.drafters.checkpoints.mtp import has_mtp, load_mtp
 from specdec.drafters.checkpoints.parallel_heads import HEAD_PREFIX, load_parallel_heads
 from specdec.drafters.checkpoints.speculators import KIND_KEY, kind_of_speculator, load_speculator
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.medusa import Medusa
+from specdec.drafters.mtp import Mtp
+from specdec.drafters.parallel_heads import ParallelHeads
 
 logger = logging.getLogger(__name__)
 
 DrafterKind = Literal["eagle3", "eagle", "medusa", "hydra", "mtp", "parallel_heads"]
+DRAFTERS: Mapping[DrafterKind, type[Drafter]] = {
+    "medusa": Medusa,
+    "hydra": Hydra,
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    "mtp": Mtp,
+    "parallel_heads": ParallelHeads,
+}
+"""What is loaded of each kind."""
 DrafterFormat = DrafterKind | Literal["speculators"]
 Load = Callable[[DrafterFolder, TargetParts, torch.dtype | None], Drafter]
 
@@ -61,8 +76,10 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
             f"blocks at once: that is not supported; {_KNOWN}"
         )
     names = {name.removeprefix("model.") for name in folder.shapes}
-    # `eagle-attn` has tensors that are named as EAGLE's.
-    if ARCHITECTURE_KEY in folder.config or any(name.startswith("hydra_mlp.") for name in names):
+    if any(name.startswith("hydra_mlp.") for name in names):
+        return "hydra"
+    # `eagle-attn` has tensors that are named as EAGLE's. Beside a target config.json is that of both.
+    if ARCHITECTURE_KEY in folder.config and not (folder.passed_over or has_medusa(folder)):
         return "hydra"
     if _is_eagle3(folder, names):
         return "eagle3"
@@ -74,6 +91,8 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
         return "parallel_heads"
     if names & _EAGLE_TENSORS or _is_headless_layer(folder):
         return "eagle"
+    if pickled := [file for file in folder.passed_over if file.suffix != ".safetensors"]:
+        raise pickled_error(pickled[0])
     raise CheckpointError(
         f"{folder.path} holds no drafter of a known format (architectures {architectures!r}): {_KNOWN}; an "
         "ordinary small model is a draft model (method draft_model)"
@@ -110,17 +129,27 @@ def kind_of(folder: DrafterFolder) -> DrafterKind:
 
 
 def load_drafter(
-    path: str | Path, target: TargetParts, dtype: torch.dtype | None = None, *, allow_pickled: bool = False
+    path: str | Path,
+    target: TargetParts,
+    dtype: torch.dtype | None = None,
+    *,
+    kind: DrafterKind | None = None,
+    allow_pickled: bool = False,
 ) -> Drafter:
     """Load the drafter of a folder for `target`, in evaluation mode on the host.
 
-    `path` may be the target's own folder, for modules inside it. `dtype` None: as it is stored.
-    `allow_pickled`: as in `open_drafter`.
+    `path` may be the target's own folder, for modules inside it. `dtype` None: as it is stored. `kind` (what
+    is asked for, beside what else there may be) and `allow_pickled` are as in `open_drafter`.
 
     Raises:
-        CheckpointError: naming the file, key or tensor at fault.
+        CheckpointError: naming the file, key or tensor at fault; also where all that is there of `kind` is
+            pickled, and nobody allowed that.
     """
-    return load_opened(open_drafter(path, allow_pickled=allow_pickled), target, dtype)
+    folder = open_drafter(path, kind=kind, allow_pickled=allow_pickled)
+    for file in folder.passed_over:
+        if kind is not None and file.stem == FILES_OF_HEADS.get(kind):
+            raise pickled_error(file)
+    return load_opened(folder, target, dtype)
 
 
 def load_opened(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | None = None) -> Drafter:

@@ -85,6 +85,14 @@ class HiddenInbox:
         return self._channel.address
 
     @property
+    def dropped(self) -> Mapping[str, int]:
+        """What was dropped of what target workers sent, here and by the channel, by reason."""
+        dropped = Counter(self._channel.counters.dropped)
+        for reason in ("malformed", "stale", "foreign"):
+            dropped[reason] += self.counters[f"hidden_{reason}_dropped"]
+        return +dropped
+
+    @property
     def num_sequences(self) -> int:
         """Sequences of which rows are kept."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from specdec.core.config import StrictConfig
+from specdec.core.decaying import moved
 
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
@@ -108,16 +109,12 @@ class DraftPatience:
     def measured(self, elapsed_s: float, num_entries: int, num_new_tokens: int) -> None:
         """A round took `elapsed_s` from question to answer."""
         if not _is_prefill(num_entries, num_new_tokens):
-            self._round_s = _blend(self._round_s, elapsed_s)
+            self._round_s = moved(self._round_s, elapsed_s, _SMOOTHING)
         else:
             beyond_s = max(0.0, elapsed_s - (self._round_s or 0.0))
-            self._token_s = _blend(self._token_s, beyond_s / num_new_tokens)
+            self._token_s = moved(self._token_s, beyond_s / num_new_tokens, _SMOOTHING)
 
 
 def _is_prefill(num_entries: int, num_new_tokens: int) -> bool:
     """Whether most of the work is taking in tokens: a usual round brings a handful per request."""
     return num_new_tokens > 16 * num_entries
-
-
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + _SMOOTHING * (new - old)

@@ -204,14 +204,18 @@ class MemoryShortage:
             self._num_attempts += 1
             self._retry_at_s = now_s + self._config.retry_interval_s(self._num_attempts)
 
-    def refused(self, num_tokens: int, now_s: float) -> None:
-        """It had no memory for one of so many tokens, or has none any more."""
+    def refused(self, num_tokens: int, now_s: float, *, had_it: bool = False) -> None:
+        """It had no memory for one of so many tokens, or has none any more for one that it `had`.
+
+        What that one had is free now: no attempt in vain.
+        """
         if self._shortest is not None and self.is_recent(now_s):
             self._shortest = min(num_tokens, self._shortest)
         else:  # what was refused long ago says nothing of now
             self._shortest, self._num_attempts = num_tokens, 0
         # From the answer, as what is refused rests: else longer ones would be tried while the shortest does.
-        self._retry_at_s = max(self._retry_at_s, now_s + self._config.retry_interval_s(self._num_attempts))
+        num_attempts = 0 if had_it else self._num_attempts
+        self._retry_at_s = max(self._retry_at_s, now_s + self._config.retry_interval_s(num_attempts))
         self._refused_s = now_s
 
     def accepted(self, num_tokens: int, now_s: float) -> None:

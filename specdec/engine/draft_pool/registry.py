@@ -98,6 +98,10 @@ class DraftLink:
         """Whether it drafts behind so many tokens, as far as is known."""
         return self.max_length is None or sequence.committed_len < self.max_length
 
+    def may_be_tried(self, now_s: float) -> bool:
+        """Whether one sequence would tell whether it is back."""
+        return self.num_registered == 0 and self.patience.may_ask(now_s)
+
     def view(self, now_s: float) -> DraftWorkerView:
         """What placement looks at."""
         return DraftWorkerView(
@@ -205,8 +209,9 @@ class DraftRegistry:
         for worker in self._left_silent.keys() - silent:  # it lives: it has been heard
             del self._left_silent[worker]
         has_other = bool(silent) and any(its.is_waited_for(now_s) for its in patience.values())
+        avoided = frozenset(silent) if has_other else frozenset()
         groups: dict[PeerId, list[S]] = defaultdict(list)
-        for sequence in self._in_order(sequences, now_s):
+        for sequence in self._in_order(sequences, avoided, now_s):
             if sequence.request_id in self._set_aside or self._is_deadly(sequence.request_id):
                 continue
             if self._max_length is not None and sequence.committed_len >= self._max_length:
@@ -218,8 +223,8 @@ class DraftRegistry:
             if registration is not None and not self.links[registration.worker].continues(sequence):
                 self._leave(sequence.request_id)
                 registration = None
-            if registration is None or (has_other and registration.worker in silent):
-                before, registration = registration, self._register(sequence, silent, now_s)
+            if registration is None or registration.worker in avoided:
+                before, registration = registration, self._register(sequence, avoided, now_s)
                 if before is not None and before is not registration and before.is_unanswered:
                     self._left_silent[before.worker].add(sequence.request_id)
             if registration is not None:
@@ -259,9 +264,10 @@ class DraftRegistry:
 
         That says nothing of places for others, if they are shorter.
         """
-        worker = self.registrations[request_id].worker
+        registration = self.registrations[request_id]
+        worker = registration.worker
         self.refused(request_id)
-        self.links[worker].memory.refused(num_tokens, now_s)
+        self.links[worker].memory.refused(num_tokens, now_s, had_it=registration.confirmed_len > 0)
         self._outgrown.setdefault(request_id, {})[worker] = now_s + self._deadlines.max_retry_s
 
     def answered(self, request_id: RequestId, committed_len: int, num_unread: int, now_s: float) -> None:
@@ -305,34 +311,38 @@ class DraftRegistry:
         link.memory.placed(sequence.committed_len, now_s)
         return registration
 
-    def _in_order(self, sequences: Sequence[S], now_s: float) -> Sequence[S]:
+    def _in_order(self, sequences: Sequence[S], avoided: Set[PeerId], now_s: float) -> Sequence[S]:
         """Let those without a worker of which one may have no memory for but one come last, shortest first.
 
         Whoever is longer would find none either, and the next attempt is some time away. Those that a worker
-        has keep their place: the last of a round are the first to lose their memory there.
+        has keep their place: the last of a round are the first to lose their memory there. But for those that
+        an avoided worker has: they look for a place, too.
         """
         shortages = [link.memory for link in self.links.values() if link.memory.is_recent(now_s)]
         if not shortages:
             return sequences
 
         def doubtful_len(sequence: S) -> int:
-            if sequence.request_id in self.registrations:
+            registration = self.registrations.get(sequence.request_id)
+            if registration is not None and registration.worker not in avoided:
                 return 0
             num_tokens = sequence.committed_len
             return num_tokens if any(its.is_doubtful(num_tokens) for its in shortages) else 0
 
         return sorted(sequences, key=doubtful_len)
 
-    def _register(self, sequence: Placed, silent: Set[PeerId], now_s: float) -> Registration | None:
+    def _register(self, sequence: Placed, avoided: Set[PeerId], now_s: float) -> Registration | None:
         """Give a sequence to whoever has a place for it, or leave it where it is; None: it is nowhere.
 
-        One that a silent worker has is given to no other of those: it would only be read anew.
+        Avoided are silent workers while another one answers: what they are given would not be drafted for.
+        But one that has no sequence may get one: if it is not asked, it is not heard again either.
         """
         present = self.registrations.get(sequence.request_id)
         links = [
             link
             for link in self.links.values()
-            if link.continues(sequence) and (present is None or link.worker not in silent)
+            if link.continues(sequence)
+            and (link.worker not in avoided or (present is None and link.may_be_tried(now_s)))
         ]
         with_memory = [link for link in links if self._may_have_memory(link, sequence, now_s)]
         worker = place([link.view(now_s) for link in with_memory], self._placement)

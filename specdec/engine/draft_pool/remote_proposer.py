@@ -241,7 +241,7 @@ class RemoteProposer:
         """
         counters = Counter(self._counters)
         counters.update({_fallback_series(reason): 0 for reason in get_args(FallbackReason)})
-        counters.update(dropped_series("draft", self._channel.counters.dropped))
+        counters.update(dropped_series("draft", "coordinator", self._channel.counters.dropped))
         return {
             **counters,
             "draft_sequences_moved": self._registry.num_moved,
@@ -553,7 +553,9 @@ class RemoteProposer:
             talk.link.patience.missed(self._clock.now_s())
             this_round.abandon(envelope.sender)
         elif isinstance(envelope.message, PeerFound):
-            pass  # it is waited for again once it is heard
+            # Its process is there. Where all its sequences have gone elsewhere it would not be asked again,
+            # and so never heard; one that does not work after all costs a round its deadline.
+            talk.link.patience.heard()
         elif isinstance(envelope.message, ProposeReply) and _makes_sense(envelope.message):
             self._take_reply(envelope.message, talk, this_round)
         else:

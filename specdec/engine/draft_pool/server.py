@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -69,6 +69,14 @@ is so long: one that is being generated is asked about in every round."""
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 """Between two calls for hidden states that were lost: these may be on their way, or be lost again."""
+
+_DROPPED_AS = (
+    ("stale_entries", "stale"),
+    ("invalid_entries", "malformed"),
+    ("unread_dropped", "full"),
+    ("unexpected_messages", "unexpected_kind"),
+)
+"""Counters of what came to nothing, and for what reason it is exported."""
 
 
 class _Mirror:
@@ -176,6 +184,15 @@ class _Client:
         return unread
 
 
+class HasDropped(Protocol):
+    """What counts messages that it has dropped."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Since the start, by reason."""
+        ...
+
+
 class DraftServer:
     """Answers rounds; requests that are there together, of whatever coordinator, are drafted together.
 
@@ -195,14 +212,16 @@ class DraftServer:
         grammars: DraftGrammars | None = None,
         shares: DraftShareConfig | None = None,
         tap: TextTap | None = None,
+        hidden: HasDropped | None = None,
         clock: Clock | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_draft_tokens: int = MAX_DRAFT_TOKENS,
     ) -> None:
         """Serve `proposer`; with `grammars`, its drafts keep to the grammars of requests.
 
-        `tap` hears of every sequence that ends. `max_message_bytes` is the longest message that `channel`
-        sends, `max_draft_tokens` the longest draft (or largest tree), whatever is wished.
+        `tap` hears of every sequence that ends, `hidden` is where hidden states arrive. `max_message_bytes`
+        is the longest message that `channel` sends, `max_draft_tokens` the longest draft (or largest tree),
+        whatever is wished.
         """
         self._max_draft_tokens = max_draft_tokens
         self._max_message_bytes = max_message_bytes
@@ -220,6 +239,7 @@ class DraftServer:
         self._shares = shares or DraftShareConfig()
         self._told: Counter[str] = Counter()
         self._tap = tap
+        self._hidden = hidden
         self._before_next: deque[Callable[[], object]] = deque()
         self._counted_elsewhere: Counter[str] = Counter()
         self._clock = clock or MonotonicClock()
@@ -239,7 +259,7 @@ class DraftServer:
         hidden states were lost), unexpected_messages (not for a draft worker, or of a coordinator that is
         none any more); and by metric name what coordinators are told: `draft_grammar_failures`, what the
         proposer (`proposers.base.HasCounters`) and the tap count, what was counted elsewhere (`count`), and
-        what the channel dropped."""
+        what was dropped: here, by the channel, and of hidden states."""
 
     @property
     def num_sequences(self) -> int:
@@ -616,7 +636,12 @@ class DraftServer:
         if self._tap is not None:
             present.update(self._tap.counters)
         present.update(self._counted_elsewhere)
-        present.update(dropped_series("draft", self._channel.counters.dropped))
+        dropped = Counter(self._channel.counters.dropped)
+        for name, reason in _DROPPED_AS:
+            dropped[reason] += self.counters[name]
+        present.update(dropped_series("draft", "draft_worker", +dropped))
+        if self._hidden is not None:
+            present.update(dropped_series("hidden", "draft_worker", self._hidden.dropped))
         if present == self._told:
             return None
         new, self._told = present - self._told, present

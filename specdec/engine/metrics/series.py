@@ -1,6 +1,6 @@
 """Every number that an engine and its drafters export, by name without prefix.
 
-`docs/operations.md` explains them to operators; a test compares this list with what is exported.
+`docs/operations/watching.md` explains them to operators; a test compares this list with what is exported.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
     "draft_compute_seconds": Series("counter", "Drafting, as each draft worker measures it."),
     "worker_messages_dropped": Series(
         "counter",
-        "Messages between coordinators and workers dropped, by channel (draft: at both ends; target: at the "
-        "coordinator's) and reason.",
-        labels=("channel", "reason"),
+        "Messages of workers dropped, by channel (draft, target: between coordinators and these workers; "
+        "hidden: between target and draft workers), by who dropped them, and by reason.",
+        labels=("channel", "dropped_by", "reason"),
     ),
     "draft_deadline_misses": Series("counter", "Draft workers that did not answer in time."),
     "stale_drafts_dropped": Series("counter", "Drafts that came for another prefix, or too late."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -62,6 +62,11 @@ class HiddenSender:
     def address(self) -> PeerAddress:
         """By which draft workers know it."""
         return self._channel.address
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Messages that its channel has dropped, by reason."""
+        return self._channel.counters.dropped
 
     @property
     def num_waiting(self) -> int:

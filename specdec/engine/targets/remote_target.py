@@ -89,6 +89,8 @@ class RemoteTarget:
         """stale_answers: to steps that nobody waits for any more. malformed_answers: parts that are of none.
         steps_in_parts: how often a step was too long for one message. sent_again: how often what was in
         flight was sent once more."""
+        self._told: dict[str, int] = {}
+        """What the worker has counted, by metric name."""
         self._lost_s: float | None = None
         channel.connect(worker)
         self._description = self._attach()
@@ -100,9 +102,14 @@ class RemoteTarget:
 
     @property
     def messages_dropped(self) -> Mapping[str, int]:
-        """What was dropped of what arrived, and of what was to be sent, by metric name (any thread)."""
-        dropped = {"stale": self.counters["stale_answers"], **self._channel.counters.dropped}
-        return dropped_series("target", dropped)
+        """What was dropped of what arrived, and of what was to be sent, by metric name (any thread).
+
+        At this end, and at the worker's as far as it has told with its answers.
+        """
+        dropped = Counter(self._channel.counters.dropped)
+        dropped["stale"] += self.counters["stale_answers"]
+        dropped["malformed"] += self.counters["malformed_answers"]
+        return {**dropped_series("target", "coordinator", dropped), **self._told}
 
     @property
     def is_elsewhere(self) -> bool:
@@ -216,6 +223,12 @@ class RemoteTarget:
         done = answer if isinstance(answer, StepDone) else self._put_together(answer)
         if done is not None:
             self._done[done.sequence] = done.result
+            self._take_counts(done.counts or {})
+
+    def _take_counts(self, counts: Mapping[str, int]) -> None:
+        """Keep what the worker has counted. Answers may come in any order; what they say only grows."""
+        for series, count in counts.items():
+            self._told[series] = max(count, self._told.get(series, 0))
 
     def _put_together(self, part: StepPart) -> StepDone | None:
         try:

@@ -9,11 +9,11 @@ import msgspec
 
 from specdec.core.errors import ChannelTimeout, ProtocolError
 from specdec.core.ids import RequestId
-from specdec.core.plan import TargetResult, TargetStep
+from specdec.core.plan import TargetStep
 from specdec.engine.targets.hidden_sender import HiddenSender
 from specdec.engine.targets.step_parts import StepAssembly, send_step
 from specdec.engine.targets.target import Target
-from specdec.transport.base import Channel, PeerId
+from specdec.transport.base import Channel, PeerId, dropped_series
 from specdec.transport.messages import (
     Fatal,
     Fenced,
@@ -30,6 +30,13 @@ logger = logging.getLogger(__name__)
 
 _NUM_KEPT_ANSWERS = 4
 """At least the number of steps a coordinator may have in flight."""
+_DROPPED_AS = (
+    ("stale_steps", "stale"),
+    ("stale_wishes", "stale"),
+    ("malformed_steps", "malformed"),
+    ("unexpected_messages", "unexpected_kind"),
+)
+"""Counters of messages that came to nothing, and for what reason they are exported."""
 
 
 class TargetServer:
@@ -49,14 +56,15 @@ class TargetServer:
         self._next_sequence = 0
         self._early: dict[int, TargetStep] = {}
         self._parts = StepAssembly(RunStep)
-        self._answers: OrderedDict[int, TargetResult] = OrderedDict()
+        self._answers: OrderedDict[int, StepDone] = OrderedDict()
         self._known: set[RequestId] = set()
         self._left_behind: tuple[RequestId, ...] = ()
         """Sequences of former owners, until the next step releases them."""
         self.counters: Counter[str] = Counter()
         """stale_steps (of somebody who is not the owner any more, or never was), repeated_steps,
         malformed_steps (parts that are of none), answers_in_parts (how often one was too long for one
-        message), stale_wishes (for hidden states), unexpected_messages (not for a target worker)."""
+        message), stale_wishes (for hidden states), unexpected_messages (not for a target worker). With each
+        answer the owner is told what was dropped, here and by the channels."""
 
     def step(self, timeout_s: float | None) -> bool:
         """Handle the next message; return whether one came within `timeout_s`.
@@ -152,7 +160,8 @@ class TargetServer:
             raise
         sequence = self._next_sequence
         self._next_sequence += 1
-        self._answers[sequence] = result
+        # As it is now: parts of an answer that is sent again must fit those that were sent before.
+        self._answers[sequence] = StepDone(self._incarnation, sequence, result, self._counts())
         while len(self._answers) > _NUM_KEPT_ANSWERS:
             self._answers.popitem(last=False)
         self._answer(sequence)
@@ -161,9 +170,20 @@ class TargetServer:
 
     def _answer(self, sequence: int) -> None:
         assert self._owner is not None
-        done = StepDone(self._incarnation, sequence, self._answers[sequence])
+        done = self._answers[sequence]
         is_in_parts = send_step(self._channel, self._owner, done, self.counters["repeated_steps"])
         self.counters["answers_in_parts"] += is_in_parts
+
+    def _counts(self) -> dict[str, int] | None:
+        """What the owner is told: all since the start, so that it may hear it twice, or not at once."""
+        dropped = dict(self._channel.counters.dropped)
+        for name, reason in _DROPPED_AS:
+            if num_dropped := self.counters[name]:
+                dropped[reason] = dropped.get(reason, 0) + num_dropped
+        counts = dropped_series("target", "target_worker", dropped)
+        if self._hidden is not None:
+            counts |= dropped_series("hidden", "target_worker", self._hidden.dropped)
+        return counts or None
 
     def _send_to_owner(self, message: Message) -> None:
         assert self._owner is not None

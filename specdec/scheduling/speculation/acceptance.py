@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.decaying import kept_after, moved
 from specdec.core.ids import RequestId
 from specdec.core.request import OTHER_CLASS
 from specdec.scheduling.speculation.controller import DraftOutcome
@@ -207,7 +208,7 @@ class AcceptanceTracker:
         of_class = np.array([self._class_index(name) for name in classes], dtype=np.int64)
         is_known = slots >= 0
         age = np.where(is_known, self._round - self._last_round[slots], np.inf)
-        fresh = 0.5 ** (age / _STALE_ROUNDS)
+        fresh = kept_after(age, _STALE_ROUNDS)
         totals = self._totals[slots] * fresh[:, None]
         factor = self._factor(totals, of_class)
         failing = self._class_failures[of_class] * factor[:, None]
@@ -341,7 +342,7 @@ class AcceptanceTracker:
         start = 1.0 / max(_REQUEST_TRIALS * float(self._class_failures[index, 0]), _FEWEST_FAILURES)
         before = self._class_spread.get(index, start)
         weight = 1.0 - (1.0 - _SPREAD_DECAY) ** min(int(counts.sum()) * num_rounds, 8)
-        after = before + weight * (float(excess) - before)
+        after = moved(before, float(excess), weight)
         self._class_spread[index] = min(max(after, 1.0 / _MOST_FAILURES), 1.0 / _FEWEST_FAILURES)
 
     def _read_lengths(self, rounds: Sequence[tuple[Sequence[DraftOutcome], Mapping[RequestId, int]]]) -> None:
@@ -379,7 +380,7 @@ class AcceptanceTracker:
         age = self._round - self._class_last_round.get(index, self._round) - (num_rounds - 1)
         self._class_last_round[index] = self._round
         if age > 1:
-            fade = 0.5 ** (age / _CLASS_STALE_ROUNDS)
+            fade = kept_after(age, _CLASS_STALE_ROUNDS)
             self._class_verdicts.trials[index] *= fade
             self._class_verdicts.successes[index] *= fade
 

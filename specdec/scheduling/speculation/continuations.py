@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from specdec.core.decaying import moved
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
 from specdec.scheduling.speculation.controller import RoundObservation
@@ -119,8 +120,8 @@ class Continuations:
         for ahead in observation.ahead:
             self._note_ahead(ahead)
         if not is_ahead:  # what was late once need not be so for ever
-            self._in_time += (1.0 - self._in_time) / _LATE_FORGIVEN_ROUNDS
+            self._in_time = moved(self._in_time, 1.0, 1.0 / _LATE_FORGIVEN_ROUNDS)
 
     def _note_ahead(self, ahead: AheadOutcome) -> None:
-        self._in_time += _LATE_DECAY * ((0.0 if ahead.is_late else 1.0) - self._in_time)
+        self._in_time = moved(self._in_time, 0.0 if ahead.is_late else 1.0, _LATE_DECAY)
         self._ranks.hear(ahead)

@@ -8,6 +8,8 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.decaying import kept_after
+
 Floats = NDArray[np.float64]
 
 _NOISE = 0.06**2
@@ -154,7 +156,7 @@ class CorrectionGrid:
         surprise, is_believed = self._slowness.note((self._name, a, b), seen, guess or 0.0)
         self._round += 1
         if is_believed:
-            kept = self._num_seen[here] * 0.5 ** ((self._round - self._last_round[here]) / _STALE_ROUNDS)
+            kept = self._num_seen[here] * kept_after(self._round - self._last_round[here], _STALE_ROUNDS)
             self._num_seen[here] = min(kept + 1.0, _MOST_SEEN)
             self._last_round[here] = self._round
         return math.exp(surprise)
@@ -184,7 +186,7 @@ class CorrectionGrid:
             at = tuple(np.array(cells).T)
             own[at] = means
             age = self._round - self._last_round[at]
-            weights[at] = self._num_seen[at] * 0.5 ** (age / _STALE_ROUNDS)
+            weights[at] = self._num_seen[at] * kept_after(age, _STALE_ROUNDS)
         return own, weights
 
     def smoothed(self, known: tuple[Floats, Floats] | None = None) -> Floats:

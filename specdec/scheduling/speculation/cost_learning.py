@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specdec.core.decaying import DecayingMean, moved
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.decision import Decision, mean_draft_context
@@ -25,16 +26,17 @@ class CostLearning:
         self._overheads = overheads
         self._has_several_drafters = has_several_drafters
         self._wire_s = 0.0
-        self._num_tokens = self._num_with_prompts = self._prompts_s = 0.0
-        """Lately, as decaying sums."""
+        self._with_prompts = DecayingMean()
+        """Rounds that read prompts, for each token."""
+        self._of_prompts_s = DecayingMean()
+        """What they take for that, for each such round."""
 
     @property
     def prompts(self) -> PromptLoad:
         """What was lately read of prompts."""
-        number = self._num_with_prompts
-        if number <= 0.0 or self._num_tokens <= 0.0:
+        if self._of_prompts_s.weight <= 0.0 or self._with_prompts.weight <= 0.0:
             return NO_PROMPTS
-        return PromptLoad(number / self._num_tokens, self._prompts_s / number)
+        return PromptLoad(self._with_prompts.value, self._of_prompts_s.value)
 
     def note(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn from a round that was run as decided, or nearly."""
@@ -72,7 +74,7 @@ class CostLearning:
             self._costs.verify.note(shape, observation.verify_s, is_overlapped=is_overlapped)
             if target_s is not None:
                 wire_s = min(observation.verify_s - target_s, _LONGEST_WIRE_S)
-                self._wire_s += _WIRE_DECAY * (wire_s - self._wire_s)
+                self._wire_s = moved(self._wire_s, wire_s, _WIRE_DECAY)
         elif target_s is not None:
             self._costs.verify.note(shape, target_s + self._wire_s, is_overlapped=is_overlapped)
 
@@ -113,9 +115,8 @@ class CostLearning:
         has_prompts = observation.num_prompt_rows > 0
         seconds = self._prompt_s(observation) if has_prompts else 0.0
         kept = 1.0 - _PROMPT_DECAY
-        self._num_tokens = kept * self._num_tokens + observation.num_committed
-        self._num_with_prompts = kept * self._num_with_prompts + has_prompts
-        self._prompts_s = kept * self._prompts_s + seconds
+        self._with_prompts.add(has_prompts, observation.num_committed, kept=kept)
+        self._of_prompts_s.add(seconds, has_prompts, kept=kept)
 
     def _prompt_s(self, observation: RoundObservation) -> float:
         """Return what the rows that read prompts have cost a round."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from specdec.core.decaying import DecayingMean, kept_after, moved
 from specdec.scheduling.speculation.batch_sizes import size_class
 from specdec.scheduling.speculation.goodput import Kind
 
@@ -68,7 +69,7 @@ class Alarm:
         """Take note of a round that took `ratio` times what was expected, of those that compare as `what`."""
         usual = self._usual.setdefault(what, ratio)
         if usual <= self._largest_surprise * ratio and ratio <= self._largest_surprise * usual:
-            self._usual[what] = usual + _USUAL_DECAY * (ratio - usual)
+            self._usual[what] = moved(usual, ratio, _USUAL_DECAY)
             self._num_in_a_row = 0
             return False
         self._num_in_a_row += 1
@@ -81,30 +82,29 @@ class Alarm:
 
 @dataclass(slots=True)
 class _Sums:
-    """Decaying sums of what was expected and what came."""
+    """What came for what was expected, lately."""
 
     decay: float
     """By entry."""
     half_life: float
     """In rounds, while there are no entries."""
-    expected: float = 0.0
-    came: float = 0.0
+    came: DecayingMean = field(default_factory=DecayingMean)
+    """By what was expected."""
     last_round: int = 0
 
     def add(self, now: int, expected: float, came: float, num_entries: int = 1) -> None:
         kept = (1.0 - self.decay) ** num_entries * self._freshness(now)
-        self.expected = self.expected * kept + expected
-        self.came = self.came * kept + came
+        self.came.add(came, expected, kept=kept)
         self.last_round = now
 
     def ratio(self, now: int, doubted: float, believed: float = 1.0) -> float:
         """Return how much more came, where `doubted` more entries had brought what is believed."""
         fresh = self._freshness(now)
-        return (self.came * fresh + doubted * believed) / (self.expected * fresh + doubted)
+        return (self.came.total * fresh + doubted * believed) / (self.came.weight * fresh + doubted)
 
     def weight(self, now: int) -> float:
         """Return what was expected of all entries together, as far as it still counts."""
-        return self.expected * self._freshness(now)
+        return self.came.weight * self._freshness(now)
 
     def set_ratio(self, now: int, ratio: float, doubted: float, believed: float) -> None:
         """Make it so that `ratio` answers this, by as many entries as there are, or a few.
@@ -113,13 +113,13 @@ class _Sums:
         small part, for it may change.
         """
         enough = min(4.0 * doubted * believed / ratio, _MOST_SETTLED_ENTRIES)
-        self.expected = max(self.expected * self._freshness(now), _SETTLED_ENTRIES, enough)
-        self.came = max(0.0, ratio * (self.expected + doubted) - doubted * believed)
+        expected = max(self.weight(now), _SETTLED_ENTRIES, enough)
+        self.came = DecayingMean(max(0.0, ratio * (expected + doubted) - doubted * believed), expected)
         self.last_round = now
 
     def _freshness(self, now: int) -> float:
         age = now - self.last_round
-        return 1.0 if age <= 1 else float(0.5 ** (age / self.half_life))
+        return 1.0 if age <= 1 else kept_after(age, self.half_life)
 
 
 class Evidence:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.decaying import DecayingRates
 from specdec.core.proposal import AheadOutcome
 
 Floats = NDArray[np.float64]
@@ -43,23 +44,17 @@ class GuessRanks:
     """How often the r-th guess of the token behind a rejected one is right."""
 
     def __init__(self) -> None:
-        self._trials = np.full(MAX_GUESSES, _PRIOR_TRIALS)
-        self._hits = _usual_rates() * _PRIOR_TRIALS
+        self._rates = DecayingRates(_usual_rates(), _PRIOR_TRIALS, decay=_DECAY)
 
     @property
     def rates(self) -> Floats:
         """Hit rate of guess r, given that none before it was right: [MAX_GUESSES]."""
-        rates: Floats = self._hits / self._trials
-        return rates
+        return self._rates.values
 
     def note(self, num_prepared: int, rank: int | None) -> None:
         """Learn from one verdict: guess `rank` of `num_prepared` was right, or none."""
         num_tried = min(num_prepared if rank is None else rank + 1, MAX_GUESSES)
-        kept = 1.0 - _DECAY
-        self._trials[:num_tried] = self._trials[:num_tried] * kept + 1.0
-        self._hits[:num_tried] *= kept
-        if rank is not None and rank < MAX_GUESSES:
-            self._hits[rank] += 1.0
+        self._rates.note(num_tried, slice(0) if rank is None else slice(rank, rank + 1))
 
     def hear(self, ahead: AheadOutcome) -> None:
         """Learn from what became of the continuations of one verdict, where it says anything of ranks."""

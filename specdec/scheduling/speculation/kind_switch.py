@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from specdec.core.decaying import kept_after
 from specdec.scheduling.speculation.batch_sizes import is_as_large
 from specdec.scheduling.speculation.goodput import Kind
 
@@ -33,7 +34,7 @@ class KindSwitch:
 
     def pass_time(self, seconds: float) -> None:
         """Calm down for so long."""
-        self._restless *= 0.5 ** (seconds / _RESTLESS_S)
+        self._restless *= kept_after(seconds, _RESTLESS_S)
 
     def review(self, now: int, rates: Mapping[Kind, float], num_sequences: int) -> bool:
         """Think over what is done in round `now`, given the tokens per second of each kind there is.

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from specdec.core.clock import Clock
 from specdec.scheduling.speculation.batch_sizes import is_as_large
 from specdec.scheduling.speculation.decision import Decision
-from specdec.scheduling.speculation.pace import Pace
+from specdec.scheduling.speculation.time_budget import TimeBudget
 from specdec.scheduling.state import Schedulable
 
 _EARLY_ROUNDS = 32
 _LOOKED_AT_EVERY_S = 0.02
-"""Of plain rounds that are as they were, one in so many seconds is looked at: to look at one takes 0.02 to
-0.05 ms, which is a tenth of the shortest ones, and a hundredth of those of 5 ms."""
+"""Of plain rounds that are as they were, one in so many seconds is looked at: to look at one, and to learn
+from it, takes 0.1 ms and more, which is a few hundredths of the shortest ones. Less often while decisions
+change nothing (`_CALMER`)."""
 LONGEST_PASSED_OVER_S = 0.01
 """Of rounds that usually take longer all are looked at."""
 _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
@@ -27,7 +28,8 @@ _HEARD_EVERY_S = 0.03
 _SHARE_OF_DECIDING, _SHARE_OF_LEARNING = 0.005, 0.004
 """Both are done less often where that would take more of the time than this."""
 _HASTE = 4.0
-"""While much is new they may take so many times as much, out of what they have saved (`Pace.has_saved`)."""
+"""While much is new they may take so many times as much, out of what they have saved
+(`TimeBudget.has_saved`)."""
 _CALMER, _CALMEST = 1.3, 4.0
 """While decisions change nothing they are thought over less often, and fewer rounds are learnt from: by this
 factor each time, and by no more than that in all."""
@@ -48,9 +50,9 @@ class Rhythm:
     """Counts rounds (`now`) and their seconds since the last decision."""
 
     def __init__(self, decide_every: int, clock: Clock | None) -> None:
-        """Think over every `decide_every` rounds at most; `clock` tells how long thinking takes (`Pace`)."""
-        self.deciding = Pace(clock, _SHARE_OF_DECIDING)
-        self.learning = Pace(clock, _SHARE_OF_LEARNING)
+        """Think over every `decide_every` rounds at most; `clock` tells how long thinking takes."""
+        self.deciding = TimeBudget(clock, _SHARE_OF_DECIDING)
+        self.learning = TimeBudget(clock, _SHARE_OF_LEARNING)
         self._decide_every = decide_every
         self._alert_until = _EARLY_ROUNDS
         """Up to this round every one is learnt from, and decisions are thought over often."""
@@ -66,6 +68,10 @@ class Rhythm:
     def is_start(self, now: int) -> bool:
         """Return whether these are the first rounds, of which every one tells something."""
         return now < _EARLY_ROUNDS
+
+    def is_alert(self, now: int, switched_round: int) -> bool:
+        """Return whether much is new: it is the start, something else is done, or rounds have changed."""
+        return now < self._alert_until or now - switched_round < _EARLY_ROUNDS
 
     def is_due(self, now: int, num_sequences: int) -> bool:
         """Return whether it is time to think again: soon after the start, later every few rounds.
@@ -126,12 +132,11 @@ class Rhythm:
 
     def passes_over(self, now: int, round_s: float, *, switched_round: int) -> bool:
         """Whether a plain round, like those before, need not be looked at; it is counted all the same."""
-        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
+        if self.is_alert(now, switched_round):
             return False
         passed = self._passed_over
-        if (
-            passed.seconds >= _LOOKED_AT_EVERY_S
-        ):  # without this one: long ones must not be looked at more often
+        # Without this one: long ones must not be looked at more often.
+        if passed.seconds >= self._calm * _LOOKED_AT_EVERY_S:
             return False
         self._passed_over = Passed(passed.num_rounds + 1, passed.seconds + round_s)
         return True
@@ -164,10 +169,10 @@ class Rhythm:
     def _is_to_be_heard(self, now: int, switched_round: int, is_trial: bool) -> bool:
         if is_trial:
             return True
-        if now < self._alert_until or now - switched_round < _EARLY_ROUNDS:
+        if self.is_alert(now, switched_round):
             return self._unheard_s >= _hasty_interval_s(self.learning)
         return self._unheard_s >= max(self._calm * _HEARD_EVERY_S, self.learning.interval_s)
 
 
-def _hasty_interval_s(pace: Pace) -> float:
-    return pace.interval_s / (_HASTE if pace.has_saved else 1.0)
+def _hasty_interval_s(budget: TimeBudget) -> float:
+    return budget.interval_s / (_HASTE if budget.has_saved else 1.0)

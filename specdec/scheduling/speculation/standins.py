@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.core.decaying import DecayingRates
 from specdec.scheduling.speculation.controller import DraftOutcome
 
 Floats = NDArray[np.float64]
@@ -24,12 +25,12 @@ class StandIns:
 
     def __init__(self, num_positions: int) -> None:
         """Follow the first `num_positions` draft tokens."""
+        self._num_positions = num_positions
         self._num_missing = 0.0
         self._num_there = 0.0
         self._num_rows = 0.0
         self._num_accepted = 0.0
-        self._trials: Floats = np.full(num_positions, _PRIOR_TRIALS)
-        self._successes: Floats = np.full(num_positions, _PRIOR_TRIALS * _PRIOR_ACCEPTANCE)
+        self._rates = DecayingRates(np.full(num_positions, _PRIOR_ACCEPTANCE), _PRIOR_TRIALS, decay=_DECAY)
 
     def note(self, num_missing: int, outcomes: Sequence[DraftOutcome]) -> None:
         """Learn from a round.
@@ -46,10 +47,8 @@ class StandIns:
         self._num_rows = self._num_rows * kept + sum(one.num_drafted for one in outcomes)
         self._num_accepted = self._num_accepted * kept + sum(one.num_accepted for one in outcomes)
         for one in outcomes:
-            num_tried = min(one.num_accepted + 1, one.num_drafted, len(self._trials))
-            self._trials[:num_tried] = self._trials[:num_tried] * (1.0 - _DECAY) + 1.0
-            self._successes[:num_tried] *= 1.0 - _DECAY
-            self._successes[: min(one.num_accepted, num_tried)] += 1.0
+            num_tried = min(one.num_accepted + 1, one.num_drafted, self._num_positions)
+            self._rates.note(num_tried, slice(min(one.num_accepted, num_tried)))
 
     @property
     def are_there(self) -> bool:
@@ -74,5 +73,4 @@ class StandIns:
     @property
     def accepted(self) -> Floats:
         """[positions]: how likely a token that stands in is accepted, given that those before it are."""
-        accepted: Floats = self._successes / self._trials
-        return accepted
+        return self._rates.values

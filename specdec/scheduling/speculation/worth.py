@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from specdec.core.decaying import moved
 from specdec.scheduling.speculation.decision import Decision
 from specdec.scheduling.speculation.goodput import Kind
 
@@ -44,4 +45,4 @@ class PoolWorth:
         ratio = max(rates, default=decision.undrafted_rate) / decision.undrafted_rate
         counted_s = min(seconds, _LONGEST_S)
         self._noted_s += counted_s
-        self._ratio -= math.expm1(-counted_s / _WORTH_WINDOW_S) * (ratio - self._ratio)
+        self._ratio = moved(self._ratio, ratio, -math.expm1(-counted_s / _WORTH_WINDOW_S))

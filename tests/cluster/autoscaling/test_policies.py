@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig
 from cluster.autoscaling.config import DraftScalingConfig, TargetScalingConfig
 from cluster.autoscaling.draft_demand import DraftDemand, demand_of, pool_stats
 from cluster.autoscaling.draft_pool import PoolLoad, gain_of_one_more, loss_of_one_less, wanted_workers
-from cluster.autoscaling.pace import Fleet, Pace, Wish, decide
+from cluster.autoscaling.pace import Fleet, ScalingMemory, Wish, decide
 from cluster.autoscaling.serve_policy import (
     DraftPoolPolicy,
     TargetGroupPolicy,
@@ -243,7 +243,7 @@ class Run:
 
     def __init__(self, number: int = 1, low: int = 1, high: int = 8, start_s: int = 0) -> None:
         self.number, self.low, self.high, self.start_s = number, low, high, start_s
-        self.pace = Pace()
+        self.memory = ScalingMemory()
         self.now_s = 1000.0
         self.ready_s: list[float] = [0.0] * number
 
@@ -253,7 +253,7 @@ class Run:
             self.now_s += 1.0
             num_ready = sum(ready_s <= self.now_s for ready_s in self.ready_s)
             fleet = Fleet(num_asked_for=self.number, num_ready=num_ready, low=self.low, high=self.high)
-            self.number, self.pace = decide(wish, fleet, self.pace, TARGETS_PACE, self.now_s)
+            self.number, self.memory = decide(wish, fleet, self.memory, TARGETS_PACE, self.now_s)
             self.ready_s = [*self.ready_s, *[self.now_s + self.start_s] * self.number][: self.number]
             numbers.append(self.number)
         return numbers

@@ -19,7 +19,7 @@ from specdec.core.errors import UserError
 from tests.deploy.monitoring.exposition import GAUGES, NONE_WHEN_WELL, keys
 from tests.deploy.monitoring.prometheus import needs_promtool, promtool, run_scenarios
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations" / "alerts.md").read_text()
 ALERTS = [rule for group in rule_groups() for rule in group.rules if isinstance(rule, Alert)]
 MINUTES = 150
 """Of each history: longer than any alert has to last, shorter than the longest window."""
@@ -413,7 +413,7 @@ def test_one_of_several_jobs_is_missed(tmp_path: Path) -> None:
         "summary": "No metrics of Drafthouse (other)",
         "description": "Prometheus has had no metrics of any ingress of other for five minutes. Either "
         "nothing is served, or Prometheus looks in the wrong place.",
-        "runbook_url": "docs/operations.md#drafthousemetricsabsent",
+        "runbook_url": "docs/operations/alerts.md#drafthousemetricsabsent",
     }
     alert = {
         "alertname": "DrafthouseMetricsAbsent",
@@ -481,7 +481,7 @@ def test_an_alert_is_about_one_of_several_models(tmp_path: Path) -> None:
                     "description": "The ingress of drafthouse (model small) reaches no coordinator that has "
                     "a target. Where it reaches none, every request is answered with 503; where all that it "
                     "reaches have lost their target and load another, requests and streams wait for that.",
-                    "runbook_url": "docs/operations.md#drafthousenotargetgroup",
+                    "runbook_url": "docs/operations/alerts.md#drafthousenotargetgroup",
                 },
             }
         ],
@@ -498,8 +498,8 @@ def test_an_alert_that_does_not_fire_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
 def test_an_operator_can_look_it_up(alert: Alert) -> None:
-    section = re.search(rf"^### {alert.name}\n(.*?)(?=^#)", PAGE + "\n#", re.MULTILINE | re.DOTALL)
-    assert section is not None, f"docs/operations.md has no section {alert.name}"
+    section = re.search(rf"^## {alert.name}\n(.*?)(?=^#)", PAGE + "\n#", re.MULTILINE | re.DOTALL)
+    assert section is not None, f"docs/operations/alerts.md has no section {alert.name}"
     assert len(section[1].split()) > 15
     assert f"#{alert.name.lower()}\n" in rules_yaml()
 

@@ -111,7 +111,7 @@ def test_variables_ask_for_what_is_exported() -> None:
 
 def queries_of_scalers() -> list[str]:
     """What the documentation has KEDA ask Prometheus."""
-    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operations" / "sizing.md").read_text()
     objects = [
         yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion: keda.*?)```", page, re.DOTALL)
     ]

@@ -727,7 +727,7 @@ def _codes_in_sources() -> set[str]:
 
 
 def test_clients_can_look_up_every_code() -> None:
-    """On the page of operations; but for those that never leave a process, or the cluster."""
+    """On the page of the door; but for those that never leave a process, or the cluster."""
     stay_inside = {
         error_codes.ENGINE_FAILED,
         error_codes.TARGET_LOST,
@@ -738,7 +738,7 @@ def test_clients_can_look_up_every_code() -> None:
     named = {value for name, value in vars(error_codes).items() if name.isupper()}
     assert stay_inside < named
     of_the_door = {errors.DEADLINE_UNREACHABLE, errors.KEYS_UNREAD, SLOW_READER, "invalid_api_key"}
-    page = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "operations" / "door.md").read_text()
     section = page.partition("\n## Errors that clients see\n")[2].partition("\n## ")[0]
     codes = {*named - stay_inside, *of_the_door, *_codes_in_sources()}
     assert {"rate_limit_exceeded", "origin_not_allowed", "request_lost"} < codes

@@ -16,7 +16,7 @@ from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput, RequestStats
 from tests.deploy.openai.fakes import Door, ScriptedService, error_of
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "operations" / "watching.md").read_text()
 
 
 def text_of(snapshot: dict[str, float]) -> str:
@@ -49,7 +49,7 @@ def test_what_a_newer_worker_counts_is_shown_without_a_kind() -> None:
 
 @pytest.mark.parametrize("name", sorted(CLUSTER_SERIES))
 def test_operators_can_look_it_up(name: str) -> None:
-    assert re.search(rf"`{name}(\{{[^`]*\}})?`", PAGE), f"docs/operations.md does not explain {name}"
+    assert re.search(rf"`{name}(\{{[^`]*\}})?`", PAGE), f"docs/operations/watching.md does not explain {name}"
 
 
 def test_operators_can_look_up_what_the_door_counts() -> None:

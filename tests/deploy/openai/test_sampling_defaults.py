@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from deploy.cli.generate import generate_text, sampling_params
 from deploy.config import DrafthouseConfig
 from deploy.door_settings import door_settings
 from deploy.openai.app import create_app
@@ -75,19 +77,52 @@ def test_fingerprints_tell_by_which_defaults() -> None:
     assert DoorSettings(takes_model_defaults=False).system_fingerprint(described) == plain
 
 
-def test_greedy_is_what_transformers_generates_by_the_same_file(tmp_path: Path) -> None:
-    folder = tmp_path / "target"
-    reference = save_model(folder, seed=1)
-    make_tokenizer().save_pretrained(folder)
-    own = transformers.GenerationConfig(repetition_penalty=1.6, eos_token_id=0, pad_token_id=0)
-    own.save_pretrained(folder)
-    config = EngineConfig(
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig(
         target=ModelConfig(
             model=str(folder), dtype="float32", device="cpu", compile=CompileConfig(mode="off")
         ),
         speculative_config=SpeculativeConfig(method="ngram", num_speculative_tokens=3),
         cache=CacheConfig(num_blocks=32),
     )
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_each_id_of_the_file_ends_texts_however_they_are_generated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path, seed=1)
+    make_tokenizer().save_pretrained(tmp_path)
+    config, prompt = config_of(tmp_path), "def f(x):"
+    said = SamplingParams(temperature=0.0, max_tokens=20)
+    with Engine(config) as engine:
+        whole = engine.generate(prompt, said)[0].token_ids
+    last = next(index for index in range(3, len(whole)) if whole[index] not in whole[:index])
+    ends = {"eos_token_id": [0, 1, whole[last]], "temperature": 0.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ends))
+    with Engine(config) as engine:
+        choice = engine.generate(prompt, said)[0].choices[0]
+        assert (choice.token_ids, choice.finish_reason) == (whole[: last + 1], "stop")
+    generate_text(prompt, config, sampling_params(config.target, {"max_tokens": 20}, takes_defaults=True))
+    printed, summary = capsys.readouterr()
+    assert (printed, "ended by stop" in summary) == (choice.text + "\n", True)
+    service = AsyncEngine(Engine(config))
+    try:
+        with live_server(create_app(service, DoorSettings(), HuggingFaceTokenizer.load(tmp_path))) as url:
+            body = {"prompt": prompt, "max_tokens": 20}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+    finally:
+        service.close()
+    assert (answer["text"], answer["finish_reason"]) == (choice.text, "stop")
+
+
+def test_greedy_is_what_transformers_generates_by_the_same_file(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    reference = save_model(folder, seed=1)
+    make_tokenizer().save_pretrained(folder)
+    own = transformers.GenerationConfig(repetition_penalty=1.6, eos_token_id=0, pad_token_id=0)
+    own.save_pretrained(folder)
+    config = config_of(folder)
     prompt = list(range(5, 25))
     generated = {}
     for name, generation_config in (("own", own), ("plain", transformers.GenerationConfig())):

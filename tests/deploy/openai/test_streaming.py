@@ -229,6 +229,79 @@ def test_a_stream_with_comments_is_resumed_behind_its_last_event() -> None:
     assert door.service.requests[-1].delivered_token_ids == (5, 6, 7)
 
 
+@dataclass
+class Forgetful(ScriptedService):
+    """Nobody remembers streams, and what is generated again takes its time. What was delivered does not come
+    again."""
+
+    replay_s: float = 8 * KEEP_ALIVE_S
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        if request.resumption is None:  # it is what is generated again
+            await asyncio.sleep(self.replay_s)
+        async for output in super().generate(request):
+            if output.first_index >= len(request.delivered_token_ids):
+                yield output
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_comments_come_while_the_tokens_of_a_resumed_stream_are_generated_again(path: str) -> None:
+    body = PROMPTS[path] | {"stream": True}
+    door = door_of(Forgetful())
+    place = str(events_of(door.post(path, body))[3][0])
+    response = door.post(path, body, headers={"Last-Event-ID": place})
+    _, replayed, resumed = door.service.requests
+    assert len(resumed.delivered_token_ids) == replayed.params.max_tokens > 2
+    assert response.content.startswith(3 * COMMENT)
+    assert [data for _, data in dispatched(response.content)][-1] == "[DONE]"
+    quick = door_of(Forgetful(replay_s=0), stream_keep_alive_s=None)
+    at_once = quick.post(path, body, headers={"Last-Event-ID": place})
+    assert COMMENT not in at_once.content
+    sent_s = re.compile(rb":\d+:(?=[0-9a-f]{8}\.)")
+    with_comments = sent_s.sub(b"", response.content.replace(COMMENT, b""))
+    assert with_comments == sent_s.sub(b"", at_once.content), "the same events, with the same ids"
+
+
+@pytest.mark.parametrize(
+    ("fail_after", "code", "status"), [(None, "resume_lost", 410), (1, "non_finite_logits", 500)]
+)
+def test_a_stream_that_is_not_resumed_after_a_comment_keeps_its_place(
+    fail_after: int | None, code: str, status: int
+) -> None:
+    body = {"prompt": "abc", "stream": True}
+    place = str(events_of(door_of(Forgetful()).post("/v1/completions", body))[2][0])
+    if fail_after is None:
+        place = re.sub(r"\.[0-9a-f]+$", ".1", place)  # the checksum of other tokens
+    headers = {"Last-Event-ID": place}
+    door = door_of(Forgetful(fail_after=fail_after))
+    response = door.post("/v1/completions", body, headers=headers)
+    assert response.status_code == 200
+    assert response.content.startswith(COMMENT)
+    (event_id, error), (_, done) = events_of(response)
+    assert (event_id, error["error"]["code"], done) == (place, code, "[DONE]")
+    counted = re.findall(r"streams_failed_total{.*} (\S+)", door.get("/metrics").text)
+    assert sum(map(float, counted)) == (fail_after is not None)
+    at_once = door_of(Forgetful(fail_after=fail_after, replay_s=0)).post(
+        "/v1/completions", body, headers=headers
+    )
+    assert (at_once.status_code, error_of(at_once)["code"]) == (status, code)
+
+
+def test_who_leaves_while_tokens_are_generated_again_is_noticed() -> None:
+    place = str(events_of(door_of(Forgetful()).complete(stream=True))[2][0])
+    service = ScriptedService(hold_at=0)
+    with live_server(door_of(service).app) as url, httpx.Client(timeout=30) as client:
+        body, headers = {"prompt": "abc", "stream": True}, {"Last-Event-ID": place}
+        with client.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as response:
+            assert response.status_code == 200
+            assert next(response.iter_raw()) == COMMENT
+        until_s = time.monotonic() + 10
+        while not service.closed and time.monotonic() < until_s:
+            time.sleep(0.01)
+        closed = list(service.closed)  # what the server's end closes is another matter
+    assert closed == [service.requests[0].request_id], "nothing is generated for nobody"
+
+
 def test_who_leaves_in_a_silence_is_noticed() -> None:
     door = door_of(ScriptedService(hold_at=0))
     with live_server(door.app) as url, httpx.Client(timeout=30) as client:

@@ -18,6 +18,7 @@ from specdec.model.config import ModelConfig
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
@@ -88,7 +89,9 @@ class GrammarModels:
         if drafter == "ngram":
             return NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
         runner = self.runner(0 if drafter == "same model" else 1, num_blocks)
-        proposer = DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        proposer = DraftModelProposer(
+            runner, DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+        )
         if drafter == "forgetful model":
             return FallbackProposer(Forgetful(proposer), self.proposer("ngram", num_blocks))
         return proposer

@@ -19,8 +19,10 @@ from specdec.model.loader import LoadedModel
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.corpus import Corpus
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.lookup_config import RetrievalConfig, SuffixConfig
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
@@ -79,12 +81,9 @@ class Setting:
         sampler = self.sampler()
         return DraftModelProposer(
             runner,
-            sampler,
-            vocab_size=VOCAB_SIZE,
-            max_read_tokens=max(self.chunk, 8),
-            eos_token_ids=loaded.eos_token_ids,
+            DraftChoice(sampler=sampler, vocab_size=VOCAB_SIZE, eos_token_ids=loaded.eos_token_ids),
+            reading=DraftReading(max_read_tokens=max(self.chunk, 8), rotary=loaded.rotary),
             fused_loop=NativeDraftLoop(runner, sampler, VOCAB_SIZE) if self.compiled else None,
-            rotary=loaded.rotary,
         )
 
     def runner(self, loaded: LoadedModel, num_blocks: int) -> ModelRunner:

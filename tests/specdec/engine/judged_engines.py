@@ -7,6 +7,7 @@ from specdec.engine.targets.judge import Judge
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel, ToyTarget
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.sampler import Sampler
@@ -26,9 +27,11 @@ def drafter_for(
 ) -> DraftModelProposer:
     return DraftModelProposer(
         ToyRunner(model, **options),
-        Sampler(),
-        vocab_size=model.vocab_size,
-        sampling=DraftSampling.under(capabilities_of(rule), top_k),
+        DraftChoice(
+            sampler=Sampler(),
+            vocab_size=model.vocab_size,
+            sampling=DraftSampling.under(capabilities_of(rule), top_k),
+        ),
     )
 
 

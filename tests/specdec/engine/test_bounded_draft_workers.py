@@ -18,7 +18,9 @@ from specdec.engine.targets.toy_target import ToyTarget
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.batch import SequenceSlice
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_window import DraftWindow
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -70,10 +72,8 @@ class Drafters:
         runner = CountingRunner(self._num_blocks, self._num_positions)
         proposer = DraftModelProposer(
             runner,
-            Sampler(),
-            vocab_size=VOCAB,
-            max_read_tokens=48,
-            window=window if self._bounded else None,
+            DraftChoice(sampler=Sampler(), vocab_size=VOCAB),
+            reading=DraftReading(max_read_tokens=48, window=window if self._bounded else None),
         )
         self.runners.append(runner)
         self.made.append(proposer)
@@ -247,8 +247,13 @@ def test_texts_too_long_are_counted_once() -> None:
     there are none.
     """
     runner = ToyRunner(OTHER_MODEL, num_blocks=256, max_model_len=40)
-    cluster = Cluster(Faults(), make_drafter=lambda: DraftModelProposer(runner, Sampler(), vocab_size=VOCAB))
-    own = DraftModelProposer(ToyRunner(OTHER_MODEL, max_model_len=40), Sampler(), vocab_size=VOCAB)
+    cluster = Cluster(
+        Faults(),
+        make_drafter=lambda: DraftModelProposer(runner, DraftChoice(sampler=Sampler(), vocab_size=VOCAB)),
+    )
+    own = DraftModelProposer(
+        ToyRunner(OTHER_MODEL, max_model_len=40), DraftChoice(sampler=Sampler(), vocab_size=VOCAB)
+    )
     long, short = sequence("long", prompt=35), sequence("short", prompt=3)
     for proposer in (cluster.proposer, own):
         found = 2

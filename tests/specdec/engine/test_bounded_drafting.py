@@ -23,8 +23,10 @@ from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.none import NoProposer
@@ -65,10 +67,8 @@ def toy_drafter(
     runner = ToyRunner(similar, num_blocks=num_blocks)
     return DraftModelProposer(
         runner,
-        Sampler(),
-        vocab_size=VOCAB_SIZE,
-        window=window(budget, k, num_positions),
-        prefix_caching=prefix_caching,
+        DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE),
+        reading=DraftReading(window=window(budget, k, num_positions), prefix_caching=prefix_caching),
     )
 
 
@@ -166,10 +166,9 @@ def test_trees_too(
     similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
     drafter = TreeDraftProposer(
         ToyRunner(similar, num_blocks=num_blocks),
-        Sampler(),
+        DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE),
         its_shape,
-        vocab_size=VOCAB_SIZE,
-        window=its_window,
+        reading=DraftReading(window=its_window),
     )
     generator = random.Random(budget)
     prompts = [generator.choices(range(VOCAB_SIZE), k=lengths[index % len(lengths)]) for index in range(6)]
@@ -204,10 +203,8 @@ def test_in_one_process_a_prompt_is_read_beside_the_targets_chunks(num_positions
     runner = ToyRunner(similar, num_blocks=120)
     drafter = DraftModelProposer(
         runner,
-        Sampler(),
-        vocab_size=VOCAB_SIZE,
-        max_read_tokens=most,
-        window=window(20, 4, num_positions),
+        DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE),
+        reading=DraftReading(max_read_tokens=most, window=window(20, 4, num_positions)),
     )
     engine = toy_engine(drafter, num_draft_tokens=4, max_num_batched_tokens=16)
     prompt = random.Random(1).choices(range(VOCAB_SIZE), k=200)
@@ -289,7 +286,10 @@ def model_engine(pair: dict[str, LoadedModel], drafter: str, k: int, num_blocks:
         assert runner.max_model_len == loaded.max_model_len
         loop = NativeDraftLoop(runner, sampler, MODEL_VOCAB_SIZE)
         proposer = DraftModelProposer(
-            runner, sampler, vocab_size=MODEL_VOCAB_SIZE, fused_loop=loop, window=its
+            runner,
+            DraftChoice(sampler=sampler, vocab_size=MODEL_VOCAB_SIZE),
+            reading=DraftReading(window=its),
+            fused_loop=loop,
         )
     return Engine.from_parts(
         target=LocalTarget(*compiled(pair["target"], num_blocks)),

@@ -16,7 +16,9 @@ from specdec.engine.draft_pool.patience import DraftDeadlineConfig, DraftPatienc
 from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 from specdec.engine.rounds.timed_controller import TimedController
 from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
@@ -36,7 +38,11 @@ def runner(num_blocks: int = 1024) -> ToyRunner:
 
 def cluster_of(max_read_tokens: int) -> Cluster:
     def make_drafter() -> DraftModelProposer:
-        return DraftModelProposer(runner(), Sampler(), vocab_size=VOCAB, max_read_tokens=max_read_tokens)
+        return DraftModelProposer(
+            runner(),
+            DraftChoice(sampler=Sampler(), vocab_size=VOCAB),
+            reading=DraftReading(max_read_tokens=max_read_tokens),
+        )
 
     return Cluster(Faults(), make_drafter=make_drafter)
 
@@ -162,7 +168,14 @@ def test_of_many_those_with_least_to_read_are_waited_for() -> None:
 
 
 def test_a_long_text_is_read_in_turn_with_what_is_quick_and_answered_when_it_is_read() -> None:
-    bench = Bench(DraftModelProposer(runner(), Sampler(), vocab_size=VOCAB, max_read_tokens=64), 1)
+    bench = Bench(
+        DraftModelProposer(
+            runner(),
+            DraftChoice(sampler=Sampler(), vocab_size=VOCAB),
+            reading=DraftReading(max_read_tokens=64),
+        ),
+        1,
+    )
     long = tuple(index % VOCAB for index in range(200))
     bench.send(0, entry("long", long, num_draft_tokens=0))
     answers: list[list[str]] = []
@@ -175,7 +188,9 @@ def test_a_long_text_is_read_in_turn_with_what_is_quick_and_answered_when_it_is_
 
 
 def test_a_text_that_finds_no_room_is_answered_at_once() -> None:
-    bench = Bench(DraftModelProposer(runner(num_blocks=40), Sampler(), vocab_size=VOCAB), 1)
+    bench = Bench(
+        DraftModelProposer(runner(num_blocks=40), DraftChoice(sampler=Sampler(), vocab_size=VOCAB)), 1
+    )
     texts = [tuple((index + first) % VOCAB for index in range(100)) for first in range(2)]
     bench.send(0, *(entry(f"s{first}", text, num_draft_tokens=0) for first, text in enumerate(texts)))
     assert sorted((answer.is_full, answer.num_unread) for answer in bench.serve()[0]) == [
@@ -206,7 +221,11 @@ class _OffAtFirst(FixedController):
 @pytest.mark.parametrize("stands_in", [False, True], ids=["alone", "with_a_lookup_behind_it"])
 def test_a_controller_is_told_how_much_a_draft_model_had_to_read_first(stands_in: bool) -> None:
     drafting = ToyRunner(toy_engines.MODEL, num_blocks=256, max_model_len=512)
-    drafter = DraftModelProposer(drafting, Sampler(), vocab_size=toy_engines.VOCAB_SIZE, max_read_tokens=64)
+    drafter = DraftModelProposer(
+        drafting,
+        DraftChoice(sampler=Sampler(), vocab_size=toy_engines.VOCAB_SIZE),
+        reading=DraftReading(max_read_tokens=64),
+    )
     controller = _OffAtFirst(100)
     lookup = NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)
     engine = toy_engines.toy_engine(FallbackProposer(drafter, lookup) if stands_in else drafter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 
@@ -16,6 +17,7 @@ from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyTarget
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -96,6 +98,24 @@ def test_a_worker_that_joins_gets_its_part_a_few_at_a_time() -> None:
     assert shares_of(cluster) == [12]
 
 
+def test_a_worker_whose_link_stands_again_gets_its_part_though_it_was_left_by_all() -> None:
+    """It says nothing unasked, and the one that has taken over has room for everybody."""
+    cluster = Cluster(Faults(), num_drafters=2)
+    sequences = [sequence(f"s{index}") for index in range(8)]
+    proposer = cluster.proposer
+
+    def go_on(seconds: float) -> dict[PeerId, int]:
+        for _ in range(round(seconds / ROUND_S)):
+            proposer.propose(sequences, budgets(*sequences))
+            cluster.network.run_for(ROUND_S)
+        return Counter(its.worker for its in proposer._registry.registrations.values())
+
+    assert go_on(1.0) == {"draft-1": 4, "draft-2": 4}
+    cluster.network.break_link(PeerId("coordinator-draft"), next(iter(cluster.servers)), 3.0)
+    assert go_on(2.5) == {"draft-2": 8}
+    assert min(go_on(6.0)[PeerId(name)] for name in ("draft-1", "draft-2")) >= 3
+
+
 def test_what_is_under_way_does_not_move() -> None:
     cluster = Cluster(Faults(delay_s=(0.01, 0.01)), num_drafters=1, shares=DraftShareConfig(max_sequences=64))
     proposer = cluster.proposer
@@ -164,7 +184,7 @@ def test_coordinators_share_two_workers_evenly() -> None:
 
 def small_drafter(num_blocks: int, max_model_len: int = 256) -> Proposer:
     runner = ToyRunner(MODEL, num_blocks=num_blocks, max_model_len=max_model_len)
-    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB)
+    return DraftModelProposer(runner, DraftChoice(sampler=Sampler(), vocab_size=VOCAB))
 
 
 def test_a_sequence_outgrows_a_worker_and_goes_on_at_a_larger_one_or_without_drafts() -> None:

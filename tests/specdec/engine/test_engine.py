@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,7 @@ from specdec.core.ids import RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.proposal import Proposal
 from specdec.core.request import LatencyTarget
-from specdec.core.sampling_params import Grammar, SamplingParams
+from specdec.core.sampling_params import Grammar, SamplingDefaults, SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.engine import ABORTED, Engine
 from specdec.engine.requests.live_request import LiveRequest
@@ -565,6 +566,18 @@ class TestGenerate:
             assert engine.generate("bcd", GREEDY)[0].text == first.text
             assert engine.generate([1, 2, 3], GREEDY)[0].text == first.text
             assert engine.generate([], GREEDY) == []
+
+    def test_without_parameters_sampling_is_as_the_checkpoint_has_it(self) -> None:
+        target = ToyTarget(MODEL, max_model_len=24)
+        defaults = SamplingDefaults(temperature=0.0)
+        target.description = dataclasses.replace(target.description, sampling_defaults=defaults)
+        with toy_engine(target=target) as engine:
+            by_default = engine.generate("bcd")[0].token_ids
+            assert by_default == engine.generate("bcd", SamplingParams(temperature=0.0))[0].token_ids
+            said = SamplingParams(seed=3)
+            assert engine.generate("bcd", said)[0].token_ids != by_default, "who says something says all"
+            few = engine.description.sampling_defaults.params(max_tokens=5)
+            assert engine.generate("bcd", few)[0].token_ids == by_default[:5]
 
     def test_choices_have_seeds_of_their_own(self) -> None:
         params = replace(SAMPLED, n=3, seed=11)

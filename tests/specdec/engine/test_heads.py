@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,14 +204,20 @@ def test_what_a_folder_does_not_hold_is_said(bench: Bench, folder_of: FolderOf) 
         Engine(config_of(bench, bench.models.load("llama").path, "medusa"))
 
 
+@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside their target"])
 def test_pickled_heads_are_read_where_that_is_asked_for_alone(
-    bench: Bench, folder_of: FolderOf, tmp_path: Path
+    bench: Bench, folder_of: FolderOf, tmp_path: Path, is_beside: bool
 ) -> None:
     # Not above: what is here is used where engines are tested alone, too.
     from deploy.preflight import check_models
 
     published = folder_of("medusa")
-    (tmp_path / "config.json").write_bytes((published / "config.json").read_bytes())
+    config = json.loads((published / "config.json").read_text())
+    if is_beside:
+        target = Path(bench.models.load("llama").path)
+        (tmp_path / "model.safetensors").symlink_to(target / "model.safetensors")
+        config |= json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
     write_tensors(tmp_path / "medusa_lm_head.pt", load_file(published / "medusa_lm_head.safetensors"))
     unasked, asked = (config_of(bench, tmp_path, allow_pickled_weights=allowed) for allowed in (False, True))
     for refuses in (Engine, check_models):

@@ -46,8 +46,10 @@ class HiddenCluster:
         self.sender = HiddenSender(tensors, self.target)
         server = TargetServer(worker, self.target, hidden=self.sender)
         self.serve(TARGET, server.step)
-        target = RemoteTarget(coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock)
-        self.routing = HiddenRouting(self.network.open(COORDINATOR), target.send_hidden)
+        self.remote = RemoteTarget(
+            coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock
+        )
+        self.routing = HiddenRouting(self.network.open(COORDINATOR), self.remote.send_hidden)
         self.proposer = RemoteProposer(
             self.routing, capabilities=CAPABILITIES, vocab_size=VOCAB, clock=self.clock
         )
@@ -55,7 +57,7 @@ class HiddenCluster:
             self.start_drafter()
         self.network.faults = faults
         self.engine = Engine.from_parts(
-            target=target,
+            target=self.remote,
             proposer=self.proposer,
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
@@ -71,7 +73,7 @@ class HiddenCluster:
             self.network.open(PeerId(f"{name}-tensors")), layers=LAYERS, width=WIDTH, clock=self.clock
         )
         inbox.admit([(self.tensor_address, COORDINATOR)])
-        server = DraftServer(channel, HiddenToyDrafter(inbox), clock=self.clock)
+        server = DraftServer(channel, HiddenToyDrafter(inbox), hidden=inbox, clock=self.clock)
         self.serve(name, server.step)
         self.addresses[name] = channel.address
         self.tell_members()
@@ -155,6 +157,22 @@ def test_rows_that_are_no_longer_kept_cost_nothing_but_themselves() -> None:
     cluster.target.max_kept = 6
     assert run_to_the_end(cluster, random.Random(2), is_adverse=False) == 1.0
     assert cluster.sender.counters["hidden_rows_missing"] > 0
+
+
+def test_what_is_dropped_of_hidden_states_is_exported() -> None:
+    cluster = HiddenCluster(Faults())
+    run_to_the_end(cluster, random.Random(1), is_adverse=False)
+    (inbox,) = (one.address.peer_id for one in cluster.inboxes.values())
+    at_target = cluster.tensor_address.peer_id
+    for _ in range(2):
+        cluster.network._channels[at_target].inject(inbox, b"rubbish")
+    cluster.network._channels[inbox].inject(at_target, b"rubbish")
+    run_to_the_end(cluster, random.Random(2), is_adverse=False)
+    exported = {**cluster.proposer.counters, **cluster.remote.messages_dropped}
+    assert {series: count for series, count in exported.items() if 'channel="hidden"' in series} == {
+        'worker_messages_dropped{channel="hidden",dropped_by="draft_worker",reason="malformed"}': 2,
+        'worker_messages_dropped{channel="hidden",dropped_by="target_worker",reason="malformed"}': 1,
+    }
 
 
 @pytest.mark.parametrize("block", mostly_full(range(4), range(2)))

@@ -33,7 +33,9 @@ from specdec.kv.selection import (
     budgets_of,
 )
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_window import DraftWindow, draft_window
 from specdec.proposers.self_speculation import SelfSpeculation
 from specdec.sampling.sampler import Sampler
@@ -437,7 +439,11 @@ def toy_window() -> DraftWindow:
 def toy_drafter(num_blocks: int) -> DraftModelProposer:
     similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
     runner = ToyRunner(similar, num_blocks=num_blocks)
-    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, window=toy_window())
+    return DraftModelProposer(
+        runner,
+        DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE),
+        reading=DraftReading(window=toy_window()),
+    )
 
 
 @pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["sampled"]], ids=["greedy", "sampled"])
@@ -480,7 +486,9 @@ def test_no_budget_takes_positions_that_there_are_not(params: SamplingParams) ->
         num_positions=64,
     )
     runner = ShortRunner(similar, num_blocks=400, max_model_len=64)
-    drafter = DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, window=its)
+    drafter = DraftModelProposer(
+        runner, DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE), reading=DraftReading(window=its)
+    )
     engine = toy_engine(drafter, num_draft_tokens=K, kv_budgets=budgets_of(STREAMING, K))
     generator = random.Random(6)
     prompts = [generator.choices(range(VOCAB_SIZE), k=length) for length in (2, 90, 9, 60, 120, 30)]

@@ -24,8 +24,10 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController
@@ -71,11 +73,9 @@ def make_engine(loaded: LoadedModel, num_blocks: int, *, compiled: bool, prefix_
     drafting = make_runner(loaded, num_blocks, compiled=compiled)
     proposer = DraftModelProposer(
         drafting,
-        sampler,
-        vocab_size=VOCAB_SIZE,
-        max_read_tokens=24,
+        DraftChoice(sampler=sampler, vocab_size=VOCAB_SIZE),
+        reading=DraftReading(max_read_tokens=24, prefix_caching=prefix_caching),
         fused_loop=NativeDraftLoop(drafting, sampler, VOCAB_SIZE) if compiled else None,
-        prefix_caching=prefix_caching,
     )
     return Engine.from_parts(
         target=LocalTarget(make_runner(loaded, num_blocks, compiled=compiled), sampler),
@@ -157,7 +157,7 @@ def test_k_and_v_of_another_forward_are_not_used(load: Load) -> None:
     sampler = Sampler()
     engine = Engine.from_parts(
         target=LocalTarget(runner, sampler),
-        proposer=DraftModelProposer(runner, sampler, vocab_size=VOCAB_SIZE),
+        proposer=DraftModelProposer(runner, DraftChoice(sampler=sampler, vocab_size=VOCAB_SIZE)),
         tokenizer=HuggingFaceTokenizer(make_tokenizer()),
         controller=FixedController(0),
     )

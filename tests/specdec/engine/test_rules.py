@@ -26,6 +26,7 @@ from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.lookup_config import SuffixConfig
@@ -145,7 +146,8 @@ def sharper(row: TokenDistribution) -> TokenDistribution:
 @pytest.mark.slow
 def test_control_q_at_another_temperature() -> None:
     sampling = DraftSampling.under(capabilities_of("rejection"))
-    proposer = Boastful(ToyRunner(TINY_DRAFT), Sampler(), vocab_size=4, sampling=sampling)
+    choice = DraftChoice(sampler=Sampler(), vocab_size=4, sampling=sampling)
+    proposer = Boastful(ToyRunner(TINY_DRAFT), choice)
     assert p_value("rejection", proposer) < 1e-10
 
 

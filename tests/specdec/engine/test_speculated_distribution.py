@@ -29,6 +29,7 @@ from specdec.engine.targets.local_target import LocalTarget
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel, ToyTokenizer
 from specdec.model.loader import LoadedModel
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.ngram import NgramProposer
@@ -146,10 +147,12 @@ def engine_with(drafter: str, num_draft_tokens: int, rule: str = "sample_and_mat
     elif drafter in ("draft_model", "blind"):
         proposer = (BlindDrafter if drafter == "blind" else DraftModelProposer)(
             cast(Any, ToyRunner(DRAFT)),
-            Sampler(),
-            vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
-            sampling=DraftSampling.under(capabilities_of(rule)),
+            DraftChoice(
+                sampler=Sampler(),
+                vocab_size=VOCAB,
+                eos_token_ids=(EOS,),
+                sampling=DraftSampling.under(capabilities_of(rule)),
+            ),
         )
     return Engine.from_parts(
         target=LocalTarget(runner_of(TARGET), Sampler(), rule=rule_named(rule)),

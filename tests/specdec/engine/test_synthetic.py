@@ -19,6 +19,7 @@ from specdec.engine.synthetic import SilentTokenizer, SyntheticTarget, verdict
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.synthetic_config import SyntheticAcceptance
 from specdec.sampling.made_up import NUM_TOKENS, MadeUpChooser, guess
@@ -63,7 +64,7 @@ def test_guesses_differ_and_depend_on_seed_and_position() -> None:
 def _engine(acceptance: SyntheticAcceptance, k: int) -> Engine:
     model = ToyModel(NUM_TOKENS + 4, seed=1)
     drafter = DraftModelProposer(
-        ToyRunner(model, num_blocks=256), MadeUpChooser(), vocab_size=model.vocab_size
+        ToyRunner(model, num_blocks=256), DraftChoice(sampler=MadeUpChooser(), vocab_size=model.vocab_size)
     )
     return Engine.from_parts(
         target=SyntheticTarget(ToyTarget(model), acceptance),

@@ -12,6 +12,7 @@ from specdec.core.ids import RequestId
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.sampling.sampler import Sampler
@@ -37,10 +38,12 @@ def trees_of(
 ) -> TreeDraftProposer:
     return TreeDraftProposer(
         ToyRunner(model, **options),
-        Sampler(),
+        DraftChoice(
+            sampler=Sampler(),
+            vocab_size=model.vocab_size,
+            sampling=DraftSampling.under(capabilities_of(rule)),
+        ),
         shape,
-        vocab_size=model.vocab_size,
-        sampling=DraftSampling.under(capabilities_of(rule)),
     )
 
 

@@ -14,6 +14,8 @@ from specdec.core.plan import SlotMove
 from specdec.core.sampling_params import SamplingParams
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.tree.dynamic import DynamicTree
 from specdec.tree.growth import TreeShape
@@ -57,12 +59,9 @@ class TreeSetting(Setting):
         runner = self.runner(loaded, self.num_blocks)
         return TreeDraftProposer(
             runner,
-            self.sampler(),
+            DraftChoice(sampler=self.sampler(), vocab_size=VOCAB_SIZE, eos_token_ids=loaded.eos_token_ids),
             SHAPES[self.shape],
-            vocab_size=VOCAB_SIZE,
-            max_read_tokens=max(self.chunk, 8),
-            eos_token_ids=loaded.eos_token_ids,
-            rotary=loaded.rotary,
+            reading=DraftReading(max_read_tokens=max(self.chunk, 8), rotary=loaded.rotary),
             generating=runner if self.compiled else None,
         )
 

@@ -18,7 +18,9 @@ from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
 from specdec.kv.selection import KvBudgets
 from specdec.proposers.base import Proposer, ProposerCapabilities
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.none import NoProposer
 from specdec.sampling.sampler import Sampler
@@ -93,7 +95,11 @@ def toy_draft_model(*, num_blocks: int = 256, max_read_tokens: int = 512) -> Dra
     """A draft model that agrees with the target except for what depends on the whole prefix."""
     similar = ToyModel(VOCAB_SIZE, seed=1, perturbation=0.0)
     runner = ToyRunner(similar, num_blocks=num_blocks)
-    return DraftModelProposer(runner, Sampler(), vocab_size=VOCAB_SIZE, max_read_tokens=max_read_tokens)
+    return DraftModelProposer(
+        runner,
+        DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE),
+        reading=DraftReading(max_read_tokens=max_read_tokens),
+    )
 
 
 def make_proposer(name: str) -> Proposer:

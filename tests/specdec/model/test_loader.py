@@ -67,8 +67,9 @@ def test_what_is_known_about_a_loaded_model(original: Path) -> None:
 
 def test_eos_ids_come_from_both_configs(folder: Path) -> None:
     file = folder / "generation_config.json"
-    file.write_text(json.dumps({"eos_token_id": [7, 3]}))
-    assert load(folder).eos_token_ids == (0, 3, 7)
+    for mark in ("", "\ufeff"):
+        file.write_text(mark + json.dumps({"eos_token_id": [7, 3]}), encoding="utf-8")
+        assert load(folder).eos_token_ids == (0, 3, 7)
 
 
 @pytest.mark.parametrize(

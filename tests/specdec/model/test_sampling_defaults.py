@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from specdec.core.errors import CheckpointError
 from specdec.core.sampling_params import SamplingDefaults, SamplingParams
 from specdec.model.sampling_defaults import sampling_defaults_of
 
@@ -54,6 +55,20 @@ def test_without_a_file(tmp_path: Path) -> None:
 )
 def test_other_spellings(tmp_path: Path, content: dict[str, Any], expected: SamplingDefaults) -> None:
     assert sampling_defaults_of(folder_with(tmp_path, content)) == expected
+
+
+def test_what_a_request_says_goes_before_it(tmp_path: Path) -> None:
+    defaults = sampling_defaults_of(folder_with(tmp_path, {"temperature": 0.7, "top_k": 20}))
+    assert defaults.params(temperature=0.0, max_tokens=5) == SamplingParams(
+        temperature=0.0, top_k=20, max_tokens=5
+    )
+    assert defaults.params(top_k=None).top_k is None
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", "7"])
+def test_what_is_no_json_object_is_an_error(tmp_path: Path, content: str) -> None:
+    with pytest.raises(CheckpointError, match=r"generation_config\.json (cannot be read|must hold a JSON)"):
+        sampling_defaults_of(folder_with(tmp_path, content))
 
 
 def test_a_byte_order_mark(tmp_path: Path) -> None:

@@ -15,21 +15,19 @@ from specdec.drafters.eagle import Eagle
 from specdec.drafters.eagle3 import Eagle3, Eagle3Settings
 from specdec.drafters.mtp import Mtp
 from specdec.drafters.vocabulary import DraftVocabulary
-from specdec.kv.config import CacheConfig
-from specdec.proposers.compiled_drafters import DrafterCompilation
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import NativeDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
-from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
-from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.feature_runner import FeatureRunner
-from specdec.proposers.hidden import HiddenSource, PrefixStates
+from specdec.proposers.hidden import PrefixStates
 from specdec.proposers.module_runner import ModuleRunner
 from specdec.proposers.tree_config import DynamicTreeConfig, StaticTreeConfig, tree_shape
 from specdec.sampling.sampler import Sampler
-from specdec.tree.growth import TreeShape
 from tests.specdec.drafters.conftest import randomize, tiny_config
-from tests.specdec.proposers.made_up_states import VOCAB, MadeUpSource, made_up_row
+from tests.specdec.proposers.made_up_states import VOCAB, made_up_row
+from tests.specdec.proposers.proposer_setup import USUAL, ProposerSetup
 
 KNOWN = torch.tensor([1, 2, 3, 5, 6, 8, 9, 11, 14, 15, 16, 20, 23])
 """What EAGLE-3 has of the vocabulary."""
@@ -60,58 +58,38 @@ def make_drafter(kind: str) -> FeatureDrafter:
     return made.eval()
 
 
-def make(
-    kind: str,
-    sampling: DraftSampling = SHARED_NOISE,
-    *,
-    shape: TreeShape | None = None,
-    missing: Sequence[str] = (),
-    source: HiddenSource | None = None,
-    num_blocks: int = 100,
-    max_model_len: int = 64,
-    max_read_tokens: int = 512,
-    window: DraftWindow | None = None,
-    how: DrafterCompilation | None = None,
-    sampler: Sampler | None = None,
-) -> DraftModelProposer:
-    """With `how` there is a native form of the drafter, once its idle work is done."""
-    drafter, sampler = make_drafter(kind), sampler or Sampler()
+def make(kind: str, setup: ProposerSetup = USUAL) -> DraftModelProposer:
+    drafter, sampler = make_drafter(kind), setup.sampler or Sampler()
     runner = (FeatureRunner if drafter.num_modules == 1 else ModuleRunner)(
         drafter,
-        CacheConfig(block_size=4, num_blocks=num_blocks),
+        setup.cache,
         max_num_seqs=8,
-        max_model_len=max_model_len,
+        max_model_len=setup.max_model_len,
         backend=SdpaAttention(),
         num_kept=drafter.num_modules,
-        max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
+        max_held_tokens=setup.max_held_tokens,
     )
-    idle_work = () if how is None else (runner.compile(how),)
-    states = PrefixStates(source or MadeUpSource(missing), drafter.hidden_layers)
-    if shape is not None:
+    idle_work = () if setup.how is None else (runner.compile(setup.how),)
+    states = PrefixStates(setup.source, drafter.hidden_layers)
+    choice = DraftChoice(sampler=sampler, vocab_size=VOCAB, sampling=setup.sampling)
+    reading = DraftReading(max_read_tokens=setup.max_read_tokens, prefix_caching=False, window=setup.window)
+    if setup.shape is not None:
         return TreeDraftProposer(
             runner,
-            sampler,
-            shape,
-            vocab_size=VOCAB,
-            max_read_tokens=max_read_tokens,
-            sampling=sampling,
+            choice,
+            setup.shape,
+            reading=reading,
             idle_work=idle_work,
-            prefix_caching=False,
-            window=window,
             name=kind,
             states=states,
             generating=runner,
         )
     return DraftModelProposer(
         runner,
-        sampler,
-        vocab_size=VOCAB,
-        fused_loop=NativeDraftLoop(runner, sampler, VOCAB, sampling.noise_stream),
+        choice,
+        reading=reading,
+        fused_loop=NativeDraftLoop(runner, sampler, VOCAB, setup.sampling.noise_stream),
         idle_work=idle_work,
-        max_read_tokens=max_read_tokens,
-        sampling=sampling,
-        prefix_caching=False,
-        window=window,
         name=kind,
         states=states,
     )

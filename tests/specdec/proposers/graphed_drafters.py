@@ -14,7 +14,9 @@ from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig
 from specdec.model.graph_recorder import Recorder
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.feature_runner import FeatureRunner
 from specdec.proposers.hidden import PrefixStates
@@ -53,11 +55,10 @@ def make_graphed(
     if shape is not None:
         return TreeDraftProposer(
             runner,
-            sampler,
+            DraftChoice(sampler=sampler, vocab_size=VOCAB),
             shape,
-            vocab_size=VOCAB,
+            reading=DraftReading(prefix_caching=False),
             idle_work=(steps,),
-            prefix_caching=False,
             name=kind,
             states=states,
             generating=runner,
@@ -67,11 +68,10 @@ def make_graphed(
     )
     return DraftModelProposer(
         runner,
-        sampler,
-        vocab_size=VOCAB,
+        DraftChoice(sampler=sampler, vocab_size=VOCAB),
+        reading=DraftReading(prefix_caching=False),
         fused_loop=loop,
         idle_work=(loop, steps),
-        prefix_caching=False,
         name=kind,
         states=states,
     )

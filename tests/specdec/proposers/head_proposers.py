@@ -16,19 +16,15 @@ from specdec.drafters.base import SequentialHeads, TargetParts
 from specdec.drafters.hydra import Hydra
 from specdec.drafters.medusa import Medusa
 from specdec.drafters.parallel_heads import ParallelHeads
-from specdec.kv.config import CacheConfig
-from specdec.proposers.compiled_drafters import CompiledHeads, DrafterCompilation
-from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
-from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.compiled_drafters import CompiledHeads
 from specdec.proposers.drafter_pool import DrafterPool
 from specdec.proposers.head_rows import HeadRows, PrefixRows, Rows, StateRows
 from specdec.proposers.head_trees import TreeHeadProposer
 from specdec.proposers.heads import HeadProposer, Heads
-from specdec.proposers.hidden import HiddenSource
 from specdec.sampling.sampler import Sampler
-from specdec.tree.growth import TreeShape
 from tests.specdec.drafters.conftest import randomize, tiny_config
-from tests.specdec.proposers.made_up_states import VOCAB, MadeUpSource, made_up_row
+from tests.specdec.proposers.made_up_states import VOCAB, made_up_row
+from tests.specdec.proposers.proposer_setup import USUAL, ProposerSetup
 
 NUM_HEADS = 3
 
@@ -49,44 +45,37 @@ def make_heads(kind: str) -> Heads:
     return heads.eval()
 
 
-def make(
-    kind: str,
-    sampling: DraftSampling = SHARED_NOISE,
-    *,
-    shape: TreeShape | None = None,
-    missing: Sequence[str] = (),
-    source: HiddenSource | None = None,
-    num_blocks: int = 100,
-    max_model_len: int = 64,
-    max_read_tokens: int = 512,
-    window: DraftWindow | None = None,
-    how: DrafterCompilation | None = None,
-    sampler: Sampler | None = None,
-) -> HeadProposer:
-    """With `how` there is a native form of the heads, once its idle work is done."""
-    heads, source = make_heads(kind), source or MadeUpSource(missing)
+def make(kind: str, setup: ProposerSetup = USUAL) -> HeadProposer:
+    heads, source = make_heads(kind), setup.source
     rows: HeadRows = StateRows(heads, source)
     pool: DrafterPool | None = None
     if layers := heads.attention_layers:
         pool = DrafterPool(
             heads,
             layers,
-            CacheConfig(block_size=4, num_blocks=num_blocks),
+            setup.cache,
             max_num_seqs=8,
-            max_model_len=max_model_len,
+            max_model_len=setup.max_model_len,
             backend=SdpaAttention(),
-            max_held_tokens=None if window is None else window.max_held_tokens(max_model_len, 4),
+            max_held_tokens=setup.max_held_tokens,
         )
-    compiled = None if how is None else CompiledHeads(heads, how, pool)
+    compiled = None if setup.how is None else CompiledHeads(heads, setup.how, pool)
     if pool is not None:
-        rows = Watched(heads, source, pool, max_read_tokens=max_read_tokens, window=window, compiled=compiled)
-    make_proposer = HeadProposer if shape is None else partial(TreeHeadProposer, shape=shape)
+        rows = Watched(
+            heads,
+            source,
+            pool,
+            max_read_tokens=setup.max_read_tokens,
+            window=setup.window,
+            compiled=compiled,
+        )
+    make_proposer = HeadProposer if setup.shape is None else partial(TreeHeadProposer, shape=setup.shape)
     return make_proposer(
         heads,
         rows,
-        sampler or Sampler(),
+        setup.sampler or Sampler(),
         name=kind,
-        sampling=sampling,
+        sampling=setup.sampling,
         vocab_size=VOCAB,
         compiled=compiled,
     )

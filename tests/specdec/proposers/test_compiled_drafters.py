@@ -31,6 +31,7 @@ from specdec.tree.growth import TreeShape
 from specdec.verification.registry import capabilities_of
 from tests.specdec.proposers import feature_proposers, head_proposers
 from tests.specdec.proposers.compiled_proposers import HOW, compiled, warm_sampler
+from tests.specdec.proposers.proposer_setup import ProposerSetup
 from tests.specdec.proposers.proposing_rounds import PARAMS, SHAPED, drafted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -53,7 +54,8 @@ def _can_be_compiled() -> None:
 
 def make(kind: str, shape: str = "chain", sampling: DraftSampling = SHARED_NOISE, **more: Any) -> Proposer:
     made = head_proposers.make if kind in HEADS else feature_proposers.make
-    return made(kind, sampling, shape=SHAPES[shape], sampler=warm_sampler(), **more)
+    setup = ProposerSetup(sampling=sampling, shape=SHAPES[shape], sampler=warm_sampler(), **more)
+    return made(kind, setup)
 
 
 def module_of(kind: str) -> torch.nn.Module:

@@ -23,9 +23,11 @@ from specdec.model.graphs import CompiledForward
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import ChainStart, NativeDraftLoop, StepwiseDraftLoop
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.tree_loop import RunnerNodes, TreeDraftLoop
 from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
 from specdec.sampling.sampler import Sampler
@@ -437,7 +439,10 @@ class TestFusedProposer(ProposerContract):
         runner = self._runner_of("float32")
         loop = MustBeFused(runner, self._sampler, self.vocab_size) if fused else None
         return DraftModelProposer(
-            runner, self._sampler, vocab_size=self.vocab_size, max_context=max_context, fused_loop=loop
+            runner,
+            DraftChoice(sampler=self._sampler, vocab_size=self.vocab_size),
+            reading=DraftReading(max_context=max_context),
+            fused_loop=loop,
         )
 
     def test_context_limit(self) -> None:
@@ -465,7 +470,9 @@ class TestFusedAhead(AheadContract):
     def make(self) -> DraftModelProposer:
         runner = self._runner_of("float32")
         loop = MustBeFused(runner, self._sampler, 24) if self._fused else None
-        return DraftModelProposer(runner, self._sampler, vocab_size=24, eos_token_ids=(EOS,), fused_loop=loop)
+        return DraftModelProposer(
+            runner, DraftChoice(sampler=self._sampler, vocab_size=24, eos_token_ids=(EOS,)), fused_loop=loop
+        )
 
     def test_negative_control(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks that are not copied show with real K/V too."""

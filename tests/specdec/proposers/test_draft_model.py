@@ -13,7 +13,9 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import EVERYTHING, DraftReading
 from specdec.proposers.prefix import SeenPrefix
 from specdec.sampling.sampler import Sampler
 from tests.specdec.proposers.contract import GREEDY, SAMPLED, FrozenView, ProposerContract, view
@@ -35,8 +37,11 @@ class Checked(DraftModelProposer):
         self.check_integrity()
 
 
-def make(runner: ToyRunner | None = None, **options: int) -> Checked:
-    return Checked(runner or ToyRunner(MODEL), Sampler(), **({"vocab_size": VOCAB_SIZE} | options))
+def make(
+    runner: ToyRunner | None = None, reading: DraftReading = EVERYTHING, *, vocab_size: int = VOCAB_SIZE
+) -> Checked:
+    choice = DraftChoice(sampler=Sampler(), vocab_size=vocab_size)
+    return Checked(runner or ToyRunner(MODEL), choice, reading=reading)
 
 
 def propose_one(proposer: Proposer, one: FrozenView, budget: int = 4) -> tuple[int, ...]:
@@ -99,14 +104,14 @@ class TestReading:
         assert runner.num_tokens_read == expected
 
     def test_long_prompt_is_read_over_several_calls(self, runner: ToyRunner) -> None:
-        proposer = make(runner, max_read_tokens=8)
+        proposer = make(runner, DraftReading(max_read_tokens=8))
         one = view("a", range(20))
         assert propose_one(proposer, one) == ()
         assert propose_one(proposer, one) == ()
         assert propose_one(proposer, one) == propose_one(make(), one) != ()
 
     def test_who_is_up_to_date_drafts_beside_who_reads(self, runner: ToyRunner) -> None:
-        proposer = make(runner, max_read_tokens=8)
+        proposer = make(runner, DraftReading(max_read_tokens=8))
         short, long = view("short", [1, 2]), view("long", range(20))
         budgets = {RequestId("long"): 2, RequestId("short"): 2}
         assert set(proposer.propose([long, short], budgets)) == {"short"}  # reads 2 and 6 tokens
@@ -167,7 +172,7 @@ class TestMemory:
         assert proposer.sequences.num_held_blocks == 2 + 4
 
     def test_context_limit(self) -> None:
-        proposer = make(max_context=10)
+        proposer = make(reading=DraftReading(max_context=10))
         assert proposer.capabilities.max_context == 10
         assert len(propose_one(proposer, view("a", range(7)), 8)) == 3
         assert propose_one(proposer, view("a", range(10)), 8) == ()
@@ -217,9 +222,9 @@ class TestPrefixCache:
             assert propose_one(proposer, view("b", tokens)) == propose_one(make(), view("b", tokens))
             proposer.release([RequestId("b")])
 
-    @pytest.mark.parametrize("options", [{"prefix_caching": False}, {}], ids=["off", "other salt"])
-    def test_nothing_is_shared(self, options: dict[str, bool]) -> None:
-        proposer = make(**options)  # type: ignore[arg-type]
+    @pytest.mark.parametrize("prefix_caching", [False, True], ids=["off", "other salt"])
+    def test_nothing_is_shared(self, prefix_caching: bool) -> None:
+        proposer = make(reading=DraftReading(prefix_caching=prefix_caching))
         propose_one(proposer, view("a", range(20)))
         propose_one(proposer, dataclasses.replace(view("b", range(20)), cache_salt="x"))
         assert proposer.counters["draft_prefix_cache_hits"] == 0

@@ -20,6 +20,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel, slot_value
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.sampling.noise import MASK_64
@@ -51,13 +52,10 @@ class Checked(TreeDraftProposer):
         return proposals
 
 
-def make(
-    shape: TreeShape, runner: ToyRunner | None = None, *, rule: str = "sample_and_match", **options: int
-) -> Checked:
+def make(shape: TreeShape, runner: ToyRunner | None = None, *, rule: str = "sample_and_match") -> Checked:
     sampling = DraftSampling.under(capabilities_of(rule))
-    return Checked(
-        runner or ToyRunner(MODEL), Sampler(), shape, vocab_size=VOCAB_SIZE, sampling=sampling, **options
-    )
+    choice = DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE, sampling=sampling)
+    return Checked(runner or ToyRunner(MODEL), choice, shape)
 
 
 def draft(proposer: Proposer, one: FrozenView, budget: int = 12) -> Proposal:
@@ -232,7 +230,9 @@ def p_value(shape: TreeShape, *, selects: bool = False, num_streams: int = 3_000
     With `selects`, only the draw that the drafter itself finds likeliest is shown.
     """
     sampling = DraftSampling.under(capabilities_of("multi_round"))
-    proposer = TreeDraftProposer(ToyRunner(TINY_DRAFT), Sampler(), shape, vocab_size=4, sampling=sampling)
+    proposer = TreeDraftProposer(
+        ToyRunner(TINY_DRAFT), DraftChoice(sampler=Sampler(), vocab_size=4, sampling=sampling), shape
+    )
     rng = np.random.default_rng(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, num_streams, 100):

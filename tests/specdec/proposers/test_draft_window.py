@@ -16,7 +16,9 @@ from specdec.engine.targets.toy_target import ToyModel, slot_value
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.base import AheadWish, Proposer
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_trees import TreeDraftProposer
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow, draft_window, small_pool_warning
 from specdec.sampling.noise import MASK_64
@@ -39,11 +41,21 @@ def window(budget: int, *, sink: int = 4, block_size: int = 4, piece: int = 8, m
 
 
 def make(
-    its_window: DraftWindow | None, runner: ToyRunner | None = None, **options: object
+    its_window: DraftWindow | None,
+    runner: ToyRunner | None = None,
+    *,
+    max_read_tokens: int = 512,
+    prefix_caching: bool = True,
+    vocab_size: int = VOCAB_SIZE,
+    eos_token_ids: Sequence[int] = (),
 ) -> DraftModelProposer:
-    given = {"vocab_size": VOCAB_SIZE, "window": its_window, **options}
-    runner = runner or ToyRunner(MODEL, max_model_len=1 << 20)
-    return DraftModelProposer(runner, Sampler(), **given)  # type: ignore[arg-type]
+    return DraftModelProposer(
+        runner or ToyRunner(MODEL, max_model_len=1 << 20),
+        DraftChoice(sampler=Sampler(), vocab_size=vocab_size, eos_token_ids=eos_token_ids),
+        reading=DraftReading(
+            window=its_window, max_read_tokens=max_read_tokens, prefix_caching=prefix_caching
+        ),
+    )
 
 
 def drafted(proposer: Proposer, one: FrozenView, budget: int = 4) -> tuple[int, ...]:
@@ -135,10 +147,9 @@ def test_likeliest_paths_of_trees_are_the_chains(params: SamplingParams, budget:
     shape = StaticTree.of_widths((3, 2, 1), (0.5, 0.3))
     trees = TreeDraftProposer(
         ToyRunner(MODEL, max_model_len=1 << 20),
-        Sampler(),
+        DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE),
         shape,
-        vocab_size=VOCAB_SIZE,
-        window=window(budget),
+        reading=DraftReading(window=window(budget)),
     )
     chains = make(window(budget))
     generator = random.Random(budget)

@@ -15,6 +15,7 @@ from specdec.tree.growth import TreeShape
 from tests.specdec.model.replaying_recorder import ReplayingRecorder
 from tests.specdec.proposers import feature_proposers
 from tests.specdec.proposers.graphed_drafters import make_graphed, recorded
+from tests.specdec.proposers.proposer_setup import ProposerSetup
 from tests.specdec.proposers.proposing_rounds import drafted
 from tests.triton_interpreter import needs_interpreter
 
@@ -49,7 +50,7 @@ def test_chains_are_those_of_the_eager_drafter(kind: str, monkeypatch: pytest.Mo
 def test_trees_are_those_of_the_eager_drafter(
     kind: str, shape: TreeShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = drafted(feature_proposers.make(kind, shape=shape), seed=2)
+    expected = drafted(feature_proposers.make(kind, ProposerSetup(shape=shape)), seed=2)
     proposer = make_graphed(kind, ReplayingRecorder(monkeypatch), shape)
     assert drafted(recorded(proposer), seed=2) == expected
 

@@ -23,7 +23,8 @@ from tests.specdec.proposers.feature_proposers import (
     make,
     make_drafter,
 )
-from tests.specdec.proposers.made_up_states import VOCAB, check_displaced
+from tests.specdec.proposers.made_up_states import VOCAB, MadeUpSource, check_displaced
+from tests.specdec.proposers.proposer_setup import ProposerSetup
 
 KINDS = [
     "eagle3",
@@ -58,26 +59,26 @@ class TestMtpModules(ProposerContract):
 @pytest.mark.full
 class TestTreesOfMtpModules(ProposerContract):
     def make_proposer(self) -> Proposer:
-        return make("mtp of three", shape=DYNAMIC)
+        return make("mtp of three", ProposerSetup(shape=DYNAMIC))
 
 
 @pytest.mark.full
 class TestStaticTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
-        return make("eagle3.1", shape=STATIC)
+        return make("eagle3.1", ProposerSetup(shape=STATIC))
 
 
 @pytest.mark.full
 class TestDynamicTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
-        return make("eagle", shape=DYNAMIC)
+        return make("eagle", ProposerSetup(shape=DYNAMIC))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_a_chain_is_what_the_token_function_chooses_on_the_module(kind: str, params: SamplingParams) -> None:
     """Also when the prefix has grown, by what was drafted or by something else, and in pieces."""
-    proposer, drafter = make(kind, max_read_tokens=4), make_drafter(kind)
+    proposer, drafter = make(kind, ProposerSetup(max_read_tokens=4)), make_drafter(kind)
     tokens = [3, 9, 4, 11]
     for kept in (0, 4, 2, 1, 0, 3):
         one = view("a", tokens, params)
@@ -98,7 +99,7 @@ def test_a_chain_is_what_the_token_function_chooses_on_the_module(kind: str, par
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_every_node_of_a_tree_is_among_the_best_behind_its_parent(kind: str, params: SamplingParams) -> None:
-    proposer, drafter = make(kind, shape=STATIC), make_drafter(kind)
+    proposer, drafter = make(kind, ProposerSetup(shape=STATIC)), make_drafter(kind)
     tokens = [3, 9, 4, 11]
     for step in range(4):
         one = view("a", tokens, params)
@@ -125,9 +126,9 @@ def test_a_part_of_the_vocabulary_is_drafted_from() -> None:
 
 
 def test_q_rows_are_those_that_tokens_were_drawn_from() -> None:
-    sampling = DraftSampling.under(capabilities_of("rejection"))
+    setup = ProposerSetup(sampling=DraftSampling.under(capabilities_of("rejection")))
     one = view("a", [3, 9, 4, 11], SAMPLED)
-    proposal = make("eagle3", sampling).propose([one], {one.request_id: 3})[one.request_id]
+    proposal = make("eagle3", setup).propose([one], {one.request_id: 3})[one.request_id]
     assert proposal.noise_stream == "draft"
     assert proposal.q_rows is not None
     assert len(proposal.q_rows) == 3
@@ -149,13 +150,13 @@ def test_what_a_request_does_to_logits_is_done_to_them() -> None:
 
 def test_who_has_no_hidden_states_has_no_proposal() -> None:
     views = [view("a", [3, 9, 4]), view("b", [3, 9, 4]), view("c", [3])]
-    proposer = make("eagle", missing=["a"])
+    proposer = make("eagle", ProposerSetup(source=MadeUpSource(["a"])))
     assert list(proposer.propose(views, {one.request_id: 2 for one in views})) == ["b"]
 
 
 def test_a_full_cache_costs_proposals_not_answers() -> None:
     """Whoever was not asked for for longest gives way, and is read again when its turn comes."""
-    proposer = make("eagle", num_blocks=8)
+    proposer = make("eagle", ProposerSetup(num_blocks=8))
     views = [view(name, [3, 9, 4, 11, 5, 6, 7, 8, int(name)]) for name in "123"]
     for _ in range(3):
         for one in views:
@@ -166,4 +167,4 @@ def test_a_full_cache_costs_proposals_not_answers() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_missed_by_who_was_displaced_in_its_own_call(kind: str) -> None:
-    check_displaced(lambda source: make(kind, source=source, num_blocks=13))
+    check_displaced(lambda source: make(kind, ProposerSetup(source=source, num_blocks=13)))

@@ -20,6 +20,7 @@ from specdec.verification.registry import capabilities_of
 from tests.specdec.model.replaying_recorder import ReplayingRecorder
 from tests.specdec.proposers import head_proposers
 from tests.specdec.proposers.made_up_states import VOCAB
+from tests.specdec.proposers.proposer_setup import ProposerSetup
 from tests.specdec.proposers.proposing_rounds import PARAMS, SHAPED, drafted
 
 KINDS = ["medusa", "hydra", "parallel_heads", pytest.param("hydra++", marks=pytest.mark.full)]
@@ -32,7 +33,7 @@ def graphed(kind: str, recorder: ReplayingRecorder, **more: Any) -> GraphedHeads
 
 
 def make(kind: str, loop: GraphedHeads, sampling: DraftSampling = SHARED_NOISE) -> Proposer:
-    proposer = head_proposers.make(kind, sampling)
+    proposer = head_proposers.make(kind, ProposerSetup(sampling=sampling))
     assert isinstance(proposer, HeadProposer)
     proposer._graphed = loop
     proposer.idle_work = (loop,)
@@ -75,7 +76,8 @@ def test_what_is_done_with_logits_is_left_to_the_eager_heads(monkeypatch: pytest
     )
     told = DraftSampling.under(capabilities_of("rejection"))
     ours, theirs = (
-        drafted(one, seed=3) for one in (make("hydra", loop, told), head_proposers.make("hydra", told))
+        drafted(one, seed=3)
+        for one in (make("hydra", loop, told), head_proposers.make("hydra", ProposerSetup(sampling=told)))
     )
     assert ours == theirs
     many = SequenceSampling(SamplingParams(temperature=1.0, top_k=1000), 7)

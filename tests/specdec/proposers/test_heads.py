@@ -17,7 +17,8 @@ from specdec.verification.registry import capabilities_of
 from tests.specdec.proposers.best_tokens import best_of
 from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
 from tests.specdec.proposers.head_proposers import NUM_HEADS, logits_behind, make
-from tests.specdec.proposers.made_up_states import VOCAB, check_displaced
+from tests.specdec.proposers.made_up_states import VOCAB, MadeUpSource, check_displaced
+from tests.specdec.proposers.proposer_setup import ProposerSetup
 
 KINDS = [
     "medusa",
@@ -55,13 +56,13 @@ class TestParallelHeads(ProposerContract):
 
 class TestStaticTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
-        return make("medusa", shape=STATIC)
+        return make("medusa", ProposerSetup(shape=STATIC))
 
 
 @pytest.mark.full
 class TestDynamicTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
-        return make("hydra++", shape=DYNAMIC)
+        return make("hydra++", ProposerSetup(shape=DYNAMIC))
 
 
 def ask(proposer: HeadProposer, one: FrozenView, budget: int) -> Proposal:
@@ -76,7 +77,7 @@ def ask(proposer: HeadProposer, one: FrozenView, budget: int) -> Proposal:
 @pytest.mark.parametrize("params", [PLAIN, GREEDY], ids=["sampled", "greedy"])
 def test_a_chain_is_what_the_token_function_chooses_on_the_heads(kind: str, params: SamplingParams) -> None:
     """Also when the prefix has grown, by what was drafted or by something else, and in pieces."""
-    proposer, tokens = make(kind, max_read_tokens=4), [3, 9, 4, 11, 5, 2, 8]
+    proposer, tokens = make(kind, ProposerSetup(max_read_tokens=4)), [3, 9, 4, 11, 5, 2, 8]
     for kept in (0, 3, 2, 1, 0):
         one = view("a", tokens, params)
         proposal = ask(proposer, one, 9)
@@ -93,7 +94,7 @@ def test_a_chain_is_what_the_token_function_chooses_on_the_heads(kind: str, para
 @pytest.mark.parametrize("params", [PLAIN, GREEDY], ids=["sampled", "greedy"])
 def test_every_node_of_a_tree_is_among_the_best_behind_its_parent(kind: str, params: SamplingParams) -> None:
     """Deeper nodes than there are heads are left out."""
-    proposer, tokens = make(kind, shape=STATIC), [3, 9, 4, 11]
+    proposer, tokens = make(kind, ProposerSetup(shape=STATIC)), [3, 9, 4, 11]
     for step in range(3):
         one = view("a", tokens, params)
         proposal = ask(proposer, one, STATIC.max_nodes)
@@ -113,7 +114,7 @@ def test_every_node_of_a_tree_is_among_the_best_behind_its_parent(kind: str, par
 def test_a_tree_grows_where_the_heads_are_sure() -> None:
     """Its first nodes are those of highest probability along their paths, of all that the heads have."""
     one = view("a", [3, 9, 4, 11], GREEDY)
-    proposal = ask(make("medusa", shape=DYNAMIC), one, 7)
+    proposal = ask(make("medusa", ProposerSetup(shape=DYNAMIC)), one, 7)
     depths = [logits_behind("medusa", one.token_ids, [0] * depth).log_softmax(-1) for depth in range(2)]
     values: dict[tuple[int, ...], float] = {}
     for first in depths[0].topk(3).indices.tolist():
@@ -131,9 +132,9 @@ def test_a_tree_grows_where_the_heads_are_sure() -> None:
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_rules_that_ask_get_what_each_child_was_drawn_from(kind: str) -> None:
-    sampling = DraftSampling.under(capabilities_of("multi_round"))
+    setup = ProposerSetup(sampling=DraftSampling.under(capabilities_of("multi_round")), shape=STATIC)
     one = view("a", [3, 9, 4, 11], PLAIN)
-    proposal = ask(make(kind, sampling, shape=STATIC), one, STATIC.max_nodes)
+    proposal = ask(make(kind, setup), one, STATIC.max_nodes)
     assert proposal.noise_stream == "draft"
     assert proposal.q_rows is not None
     assert proposal.parents is not None
@@ -146,13 +147,13 @@ def test_rules_that_ask_get_what_each_child_was_drawn_from(kind: str) -> None:
         expected[token_ids] = torch.from_numpy(np.frombuffer(row.probabilities, np.float32).copy())
         torch.testing.assert_close(left / left.sum(), expected, atol=1e-5, rtol=1e-4)
         left[proposal.token_ids[node]] = 0.0
-    greedy = ask(make(kind, sampling, shape=STATIC), view("a", [3, 9, 4, 11], GREEDY), 15)
+    greedy = ask(make(kind, setup), view("a", [3, 9, 4, 11], GREEDY), 15)
     assert (greedy.noise_stream, greedy.q_rows) == (None, None)
 
 
 def test_a_full_cache_costs_proposals_not_answers() -> None:
     """Whoever was not asked for for longest gives way, and is read again when its turn comes."""
-    proposer = make("hydra++", num_blocks=7)
+    proposer = make("hydra++", ProposerSetup(num_blocks=7))
     views = [view(name, [3, 9, 4, 11, 5, 6, 7, 8, int(name)]) for name in "123"]
     for _ in range(3):
         for one in views:
@@ -162,7 +163,7 @@ def test_a_full_cache_costs_proposals_not_answers() -> None:
 
 
 def test_states_are_missed_by_who_was_displaced_in_its_own_call() -> None:
-    check_displaced(lambda source: make("hydra++", source=source, num_blocks=13))
+    check_displaced(lambda source: make("hydra++", ProposerSetup(source=source, num_blocks=13)))
 
 
 def test_what_a_request_does_to_logits_is_done_to_the_heads() -> None:
@@ -175,19 +176,19 @@ def test_what_a_request_does_to_logits_is_done_to_the_heads() -> None:
 
 
 def test_q_rows_are_those_that_tokens_were_drawn_from() -> None:
-    sampling = DraftSampling.under(capabilities_of("rejection"))
+    setup = ProposerSetup(sampling=DraftSampling.under(capabilities_of("rejection")))
     one = view("a", [3, 9, 4, 11], PLAIN)
-    proposal = make("hydra", sampling).propose([one], {one.request_id: 3})[one.request_id]
+    proposal = make("hydra", setup).propose([one], {one.request_id: 3})[one.request_id]
     assert proposal.noise_stream == "draft"
     assert proposal.q_rows is not None
     assert len(proposal.q_rows) == 3
     greedy = view("a", [3, 9, 4, 11], GREEDY)
-    proposal = make("hydra", sampling).propose([greedy], {greedy.request_id: 3})[greedy.request_id]
+    proposal = make("hydra", setup).propose([greedy], {greedy.request_id: 3})[greedy.request_id]
     assert (proposal.noise_stream, proposal.q_rows) == (None, None)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra++"])
 def test_who_has_no_hidden_states_has_no_proposal(kind: str) -> None:
     views = [view("a", [3, 9, 4]), view("b", [3, 9, 4]), view("c", [3])]
-    proposer = make(kind, missing=["a"])
+    proposer = make(kind, ProposerSetup(source=MadeUpSource(["a"])))
     assert list(proposer.propose(views, {one.request_id: 2 for one in views})) == ["b"]

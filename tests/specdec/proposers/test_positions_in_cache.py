@@ -18,8 +18,10 @@ from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import load_model
 from specdec.proposers.base import AheadWish, Proposer
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_model_factory import make_draft_model_proposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_window import ANY_LENGTH, DraftWindow
 from specdec.proposers.target_facts import TargetFacts
 from specdec.sampling.noise import MASK_64
@@ -51,11 +53,18 @@ def window(
 
 
 def make(
-    its_window: DraftWindow | None, runner: ToyRunner | None = None, **options: object
+    its_window: DraftWindow | None,
+    runner: ToyRunner | None = None,
+    *,
+    max_read_tokens: int = 1 << 20,
+    vocab_size: int = VOCAB_SIZE,
+    eos_token_ids: Sequence[int] = (),
 ) -> DraftModelProposer:
-    given = {"vocab_size": VOCAB_SIZE, "window": its_window, "max_read_tokens": 1 << 20, **options}
-    runner = runner or ShortRunner(MODEL, max_model_len=64)
-    return DraftModelProposer(runner, Sampler(), **given)  # type: ignore[arg-type]
+    return DraftModelProposer(
+        runner or ShortRunner(MODEL, max_model_len=64),
+        DraftChoice(sampler=Sampler(), vocab_size=vocab_size, eos_token_ids=eos_token_ids),
+        reading=DraftReading(window=its_window, max_read_tokens=max_read_tokens),
+    )
 
 
 def drafted(proposer: Proposer, one: FrozenView, budget: int = 4) -> tuple[int, ...]:

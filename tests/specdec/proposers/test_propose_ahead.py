@@ -16,11 +16,13 @@ from specdec.engine.targets.toy_target import ToyModel
 from specdec.model.batch import SequenceSlice
 from specdec.model.rotary import RotaryRule
 from specdec.proposers.base import AheadWish, LooksAhead
+from specdec.proposers.bonus import BonusBy
 from specdec.proposers.branches import BranchStore
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_loop import ChainStart
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import DraftSampling
-from specdec.proposers.draft_sequences import Chunk
+from specdec.proposers.draft_sequences import EVERYTHING, Chunk, DraftReading
 from specdec.sampling.noise import gumbel
 from specdec.sampling.sampler import Sampler
 from specdec.verification.registry import capabilities_of
@@ -39,9 +41,13 @@ MODEL = ToyModel(VOCAB_SIZE, seed=3, sharpness=1.5)
 ENDLESS = SamplingParams(temperature=1.0, ignore_eos=True)
 
 
-def make(runner: ToyRunner | None = None, **options: object) -> DraftModelProposer:
-    given: dict[str, object] = {"vocab_size": VOCAB_SIZE, "eos_token_ids": (EOS,), **options}
-    return DraftModelProposer(runner or ToyRunner(MODEL), Sampler(), **given)  # type: ignore[arg-type]
+CHOICE = DraftChoice(sampler=Sampler(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+
+
+def make(
+    runner: ToyRunner | None = None, choice: DraftChoice = CHOICE, *, reading: DraftReading = EVERYTHING
+) -> DraftModelProposer:
+    return DraftModelProposer(runner or ToyRunner(MODEL), choice, reading=reading)
 
 
 @pytest.mark.parametrize("block_size", mostly_full([1, 2, 4, 7, 64], [1, 7, 64]))
@@ -58,7 +64,7 @@ class TestBlocks(AheadContract):
 
 class TestWithoutPrefixCache(AheadContract):
     def make(self) -> DraftModelProposer:
-        return make(ToyRunner(MODEL, num_blocks=1024), prefix_caching=False)
+        return make(ToyRunner(MODEL, num_blocks=1024), reading=DraftReading(prefix_caching=False))
 
 
 class TestShaped(AheadContract):
@@ -75,7 +81,7 @@ class TestRatioRule(AheadContract):
 
     def make(self) -> DraftModelProposer:
         sampling = DraftSampling.under(capabilities_of("block"), top_k=8)
-        return make(ToyRunner(MODEL, num_blocks=1024), sampling=sampling)
+        return make(ToyRunner(MODEL, num_blocks=1024), dataclasses.replace(CHOICE, sampling=sampling))
 
 
 class TestTightPool(AheadContract):
@@ -100,7 +106,7 @@ class TestRotary(AheadContract):
             original_len=8 if self.kind == "dynamic" else 20, by_prompt=self.kind == "dynamic"
         )
         rule = RotaryRule(kind=self.kind, variants=variants, stride=1000)  # type: ignore[arg-type]
-        return make(ToyRunner(MODEL, num_blocks=1024), rotary=rule)
+        return make(ToyRunner(MODEL, num_blocks=1024), reading=DraftReading(rotary=rule))
 
 
 def noisy_order(tokens: Sequence[int], params: SamplingParams, seed: int, *, noise: bool = True) -> list[int]:
@@ -123,10 +129,10 @@ class TestGuesses:
 
     @pytest.mark.parametrize("by", ["noise", "probability"])
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
-    def test_the_most_promising_tokens_that_are_no_acceptance(self, temperature: float, by: str) -> None:
+    def test_the_most_promising_tokens_that_are_no_acceptance(self, temperature: float, by: BonusBy) -> None:
         params = SamplingParams(temperature=temperature, ignore_eos=True)
         fan_out = (3, 0, 1, 5)
-        proposer = make(bonus_by=by)
+        proposer = make(choice=dataclasses.replace(CHOICE, bonus_by=by))
         asked = wish(self.TOKENS, self.PENDING, fan_out, params=params)
         (proposals,) = proposer.propose_ahead([asked]).values()
         found = [assumed_of(one, asked.view, self.PENDING) for one in proposals]  # type: ignore[arg-type]
@@ -176,7 +182,7 @@ class TestGuesses:
         assert {one.committed_len for one in proposals} == {5}
 
     def test_context_limit(self) -> None:
-        proposer = make(max_context=8)
+        proposer = make(reading=DraftReading(max_context=8))
         (proposals,) = proposer.propose_ahead([wish(range(6, 11), (1, 2, 3), (1, 1, 1, 1))]).values()
         assert sorted((one.committed_len, one.num_tokens) for one in proposals) == [(6, 2), (7, 1)]
         assert proposer.propose_ahead([wish(range(8), (), (1,))]) == {}
@@ -184,7 +190,8 @@ class TestGuesses:
 
     def test_pending_tokens_that_the_draft_model_lacks(self) -> None:
         asked = wish(self.TOKENS, (7, VOCAB_SIZE + 2, 8), (1, 1, 1, 1), params=GREEDY)
-        (proposals,) = make(vocab_size=VOCAB_SIZE + 9).propose_ahead([asked]).values()
+        choice = dataclasses.replace(CHOICE, vocab_size=VOCAB_SIZE + 9)
+        (proposals,) = make(choice=choice).propose_ahead([asked]).values()
         assert {one.committed_len for one in proposals} == {5, 6}
 
     def test_logits_that_are_not_finite_have_no_branches(self) -> None:
@@ -285,7 +292,7 @@ class TestReading:
         assert rows == [2, 2, 2, 2, 2]
 
     def test_what_cannot_be_caught_up_with_has_no_answer(self) -> None:
-        proposer = make(max_read_tokens=8)
+        proposer = make(reading=DraftReading(max_read_tokens=8))
         long, short = wish(range(6, 24), name="long"), wish((1, 2), (3,), (1, 1), name="short")
         assert set(proposer.propose_ahead([long, short])) == {"short"}
         assert set(proposer.propose_ahead([long, short])) == {"short"}

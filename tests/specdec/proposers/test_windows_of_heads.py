@@ -35,6 +35,7 @@ from tests.specdec.proposers.contract import FrozenView, ProposerContract, view
 from tests.specdec.proposers.feature_proposers import DYNAMIC, STATIC, make_drafter
 from tests.specdec.proposers.head_proposers import NUM_HEADS
 from tests.specdec.proposers.made_up_states import VOCAB
+from tests.specdec.proposers.proposer_setup import ProposerSetup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
@@ -50,7 +51,7 @@ def window(budget: int, most: int = 8, sink: int = SINK) -> DraftWindow:
 
 def make(kind: str, its_window: DraftWindow | None, **more: Any) -> Proposer:
     made = head_proposers.make if kind in HEADS else feature_proposers.make
-    return made(kind, window=its_window, **{"max_model_len": 400, **more})
+    return made(kind, ProposerSetup(window=its_window, **{"max_model_len": 400, **more}))
 
 
 def nodes_behind(shape: TreeShape | None) -> int:

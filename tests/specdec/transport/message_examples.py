@@ -71,6 +71,7 @@ EXAMPLES: list[m.Message] = [
         TargetResult(
             3, (WorkResult((4, 5)), WorkResult((), None, "non-finite logits", "non_finite_logits")), 0.1, 0.2
         ),
+        {"worker_messages_dropped": 2},
     ),
     m.ProposeRequest(4, (m.ProposeEntry(ID, 1, 9, BIG, 4, 0, (1, 2), m.DraftOpening(PARAMS, BIG, 2)),)),
     m.ProposeReply(4, (m.ProposeAnswer(ID, 1, 9, BIG, (3, 4), "target"),), 0.25),

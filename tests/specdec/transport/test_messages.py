@@ -12,6 +12,7 @@ import pytest
 
 from specdec.core.errors import ProtocolError
 from specdec.core.ids import Epoch
+from specdec.core.plan import TargetResult
 from specdec.transport import messages as m
 from tests.specdec.transport.message_examples import EXAMPLES, ID
 
@@ -70,6 +71,10 @@ def test_peers_that_know_nothing_of_crashes_are_understood() -> None:
     assert m.decode(frame_of(1, 7)) == m.Hello(7, ())
     assert m.decode(frame_of(41, 1, [])) == m.Pong(1, (), max_streams=0)
     assert m.decode(frame_of(47, 3, [])) == m.Recalled(3, (), has_failed=False)
+
+
+def test_target_workers_that_tell_of_no_counts_are_understood() -> None:
+    assert m.decode(frame_of(11, 1, 2, [3, []])) == m.StepDone(1, 2, TargetResult(3, ()), None)
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from specdec.core.errors import ConfigError
+from specdec.core.errors import CheckpointError, ConfigError
 from specdec.drafters.base import Drafter, TargetParts
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.registry import load_drafter
@@ -159,6 +160,31 @@ def test_a_module_is_of_the_targets_own_kind(
         edit(folder, "transformer_layer_config", rms_norm_eps=0.5)
         with pytest.raises(ConfigError, match=r"rms_norm_eps 0\.5, the target's 1e-06, and modules of"):
             start_from(training, folder, allow_pickled=False)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_of_what_lies_in_the_targets_folder_it_is_the_methods_own(
+    model: PreTrainedModel, target_folder: Path, tmp_path: Path, ending: str
+) -> None:
+    """Modules and files of two kinds of heads beside one another, which do not stand in each other's way."""
+    first = {method: made(model, tmp_path / method, method) for method in ("mtp", "medusa", "hydra")}
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    shutil.copyfile(first["mtp"] / "model.safetensors", folder / "mtp.safetensors")
+    keys = json.loads((first["hydra"] / "config.json").read_text())
+    edit(folder, **(keys | json.loads((folder / "config.json").read_text())))
+    for method in ("medusa", "hydra"):
+        tensors = load_file(first[method] / f"{method}_lm_head.safetensors")
+        file = folder / f"{method}_lm_head.{ending}"
+        save_file(tensors, file) if ending == "safetensors" else torch.save(tensors, file)
+    for method, its_own in first.items():
+        if ending == "pt" and method != "mtp":
+            with pytest.raises(CheckpointError, match=f"{method}_lm_head.pt"):
+                start_from(training_of(model, method), folder, allow_pickled=False)
+        training = training_of(model, method)
+        start_from(training, folder, allow_pickled=ending == "pt")
+        wanted = load_drafter(its_own, TargetParts.of(model))
+        assert torch.equal(logits(model, training.drafter), logits(model, wanted))
 
 
 def test_what_is_trained_is_no_longer_the_files(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel
 from specdec.proposers.base import AheadWish, Proposer
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.sampling.sampler import Sampler
 from specdec.transport.base import MAX_MESSAGE_BYTES, PeerId
@@ -36,7 +37,7 @@ TOKENS = (1, 2, 3, 4, 5, 6)
 
 
 def draft_model(runner: ToyRunner | None = None) -> DraftModelProposer:
-    return DraftModelProposer(runner or ToyRunner(MODEL), Sampler(), vocab_size=VOCAB)
+    return DraftModelProposer(runner or ToyRunner(MODEL), DraftChoice(sampler=Sampler(), vocab_size=VOCAB))
 
 
 class Bench:

@@ -16,7 +16,9 @@ from specdec.engine.draft_pool.grammar import DraftGrammars
 from specdec.engine.draft_pool.server import DraftServer
 from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.targets.toy_runner import ToyRunner
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.sampling.sampler import Sampler
 from specdec.transport.base import PeerId
 from specdec.transport.memory import MemoryChannel, MemoryNetwork
@@ -41,7 +43,11 @@ class Pool:
         self.network = MemoryNetwork(seed=0, clock=ManualClock())
         channel = self.network.open(DRAFT)
         self.runner = ToyRunner(MODEL, num_blocks=num_blocks)
-        self.proposer = DraftModelProposer(self.runner, Sampler(), vocab_size=VOCAB, max_read_tokens=64)
+        self.proposer = DraftModelProposer(
+            self.runner,
+            DraftChoice(sampler=Sampler(), vocab_size=VOCAB),
+            reading=DraftReading(max_read_tokens=64),
+        )
         self.server = DraftServer(
             channel,
             self.proposer,

@@ -232,6 +232,24 @@ def test_the_next_attempt_is_some_time_behind_the_last_refusal() -> None:
     assert memory.may_try(50, 1.3 + 0.15)
 
 
+def test_those_that_outgrow_it_keep_no_shorter_one_from_being_tried() -> None:
+    """What they had there is free: however often that happens, the next attempt comes."""
+    config = DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=2.0)
+    memory = MemoryShortage(config)
+    memory.refused(45, 0.0)
+    now_s = 0.0
+    for _ in range(5):
+        while not memory.may_try(45, now_s):
+            now_s += 0.05
+        memory.placed(45, now_s)
+        memory.refused(45, now_s)
+    tried_at_s = now_s + config.max_retry_s
+    while now_s < tried_at_s:
+        now_s += 0.5
+        memory.refused(2000, now_s, had_it=True)
+    assert memory.may_try(45, now_s + 0.15)
+
+
 def test_memory_that_was_freed_is_tried_at_once_and_by_one() -> None:
     memory = MemoryShortage(DraftDeadlineConfig(first_retry_s=0.1, max_retry_s=2.0))
     memory.refused(50, 0.0)

@@ -218,6 +218,35 @@ def test_a_silent_worker_keeps_what_nobody_else_has_memory_for(others: tuple[Pee
     assert bench.registry.registrations[settled.request_id].worker == B, "it may have memory again"
 
 
+def test_of_those_that_a_silent_worker_has_the_shortest_is_tried_elsewhere() -> None:
+    """If the longest came first, it would be tried for ever, and no other."""
+    bench = Bench(A)
+    long, short = Placed(RequestId("long"), 50), Placed(RequestId("short"), 20)
+    _registered(bench, [long, short])
+    bench.registry.add(B)
+    bench.registry.links[A].patience.missed(0.0)
+    bench.registry.links[B].memory.refused(15, 0.6)
+    bench.registry.by_worker([long, short], 0.6 + DEADLINES.max_retry_s)
+    assert {one: its.worker for one, its in bench.registry.registrations.items()} == {"long": A, "short": B}
+
+
+def test_a_silent_worker_without_sequences_is_given_one_while_another_one_answers() -> None:
+    """What it is given would be read by nobody; but who is not asked can never be heard again."""
+    bench = Bench(A, B)
+    bench.registry.links[A].patience.missed(0.0)
+    bench.registry.links[B].memory.refused(5, 0.6)
+    waiting = some(3)
+    for now_s in (0.65, 0.66):
+        assert bench.registry.by_worker(waiting, now_s) == {A: waiting[:1]}
+    assert [bench.registry.why_nowhere(one.request_id) for one in waiting] == [None, "memory", "memory"]
+    bench.registry.forget(waiting[0].request_id)
+    bench.registry.links[A].patience.asked(0.66)
+    assert bench.registry.by_worker(waiting[1:], 0.67) == {}, "its next attempt is some time away"
+    bench.registry.links[B].patience.missed(0.0)
+    bench.registry.by_worker(waiting, 1.3)
+    assert len(bench.registry.registrations) == 3, "nobody answers: whoever is back first"
+
+
 def test_who_is_as_long_as_what_a_worker_refused_goes_to_another() -> None:
     """A worker whose memory is full of long texts has few of them: it looks as if it had little to do."""
     bench = Bench(A, B)

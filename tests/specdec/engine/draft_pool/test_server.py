@@ -18,7 +18,9 @@ from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.base import ProposerCapabilities
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_window import DraftWindow
 from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
@@ -137,7 +139,11 @@ def test_a_kv_budget_beyond_all_texts_keeps_everything(budget: int) -> None:
     held: list[int] = []
     for its_budget in (budget, 1000, 0):
         window = DraftWindow(selection=config.make(4), num_piece_tokens=8, num_draft_tokens=7)
-        proposer = DraftModelProposer(ToyRunner(MODEL), Sampler(), vocab_size=VOCAB, window=window)
+        proposer = DraftModelProposer(
+            ToyRunner(MODEL),
+            DraftChoice(sampler=Sampler(), vocab_size=VOCAB),
+            reading=DraftReading(window=window),
+        )
         bench = Bench(proposer)
         bench.send(0, msgspec.structs.replace(entry("a", tokens), kv_budget=its_budget))
         ((answer,), _) = bench.serve()

@@ -15,6 +15,7 @@ from specdec.engine.draft_pool.server import DraftServer
 from specdec.engine.draft_pool.text_tap import LearnableText, TextTap
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyModel
+from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.online_config import OnlineConfig
 from specdec.sampling.sampler import Sampler
@@ -34,7 +35,7 @@ class Tapped(Bench):
     """A bench whose draft server tells a tap of texts that end."""
 
     def __init__(self, config: OnlineConfig) -> None:
-        proposer = DraftModelProposer(ToyRunner(MODEL), Sampler(), vocab_size=24)
+        proposer = DraftModelProposer(ToyRunner(MODEL), DraftChoice(sampler=Sampler(), vocab_size=24))
         super().__init__(proposer)
         self.tap = TextTap(config)
         channel = self.server._channel
@@ -114,7 +115,7 @@ def test_something_is_done_between_two_batches_only() -> None:
 def test_nobody_who_begins_finds_what_former_weights_have_read() -> None:
     """Who has begun goes on with it; its blocks are not for others either, once it ends."""
     runner = ToyRunner(MODEL, block_size=2)
-    proposer = DraftModelProposer(runner, Sampler(), vocab_size=24)
+    proposer = DraftModelProposer(runner, DraftChoice(sampler=Sampler(), vocab_size=24))
 
     def num_read(name: str, tokens: Sequence[int]) -> int:
         before = runner.num_tokens_read

@@ -14,7 +14,7 @@ from specdec.engine.targets.remote_target import RemoteTarget
 from specdec.scheduling.speculation.explanation import ControllerState
 from specdec.transport.base import PeerId
 from specdec.transport.memory import Faults
-from specdec.transport.messages import StepDone
+from specdec.transport.messages import Ping, StepDone
 from tests.specdec.engine.remote_cluster import TARGET, Cluster, a_request
 
 OF_DRAFT_WORKERS = {
@@ -81,7 +81,7 @@ def test_a_pool_that_nobody_compares_has_no_worth() -> None:
 
 
 def test_what_is_dropped_between_coordinators_and_workers_is_exported() -> None:
-    """Rubbish on either side of the draft channel, on the target's, and an answer that nobody waits for."""
+    """Rubbish at all four ends, an answer that nobody waits for, and a message that is for an ingress."""
     cluster = Cluster(Faults())
     rng = random.Random(1)
     cluster.run([a_request("r0", rng)])
@@ -92,15 +92,22 @@ def test_what_is_dropped_between_coordinators_and_workers_is_exported() -> None:
     network._channels[drafter].inject(coordinator, b"rubbish")
     network._channels[TARGET].inject(PeerId("coordinator"), b"rubbish")
     network._channels[TARGET].send(PeerId("coordinator"), StepDone(1, 1 << 20, TargetResult(0, ())))
+    network._channels[PeerId("coordinator")].inject(TARGET, b"rubbish")
+    network._channels[PeerId("coordinator")].send(TARGET, Ping(1))
+    network._channels[coordinator].send(drafter, Ping(1))
     cluster.run([a_request("r1", rng)])
     target = cluster.engine._rounds._target
     assert isinstance(target, RemoteTarget)
     exported = {**cluster.proposer.counters, **target.messages_dropped}
     found = {series: n for series, n in exported.items() if name_of(series) == "worker_messages_dropped"}
     assert found == {
-        'worker_messages_dropped{channel="draft",reason="malformed"}': 2,
-        'worker_messages_dropped{channel="target",reason="malformed"}': 1,
-        'worker_messages_dropped{channel="target",reason="stale"}': 1,
+        'worker_messages_dropped{channel="draft",dropped_by="coordinator",reason="malformed"}': 1,
+        'worker_messages_dropped{channel="draft",dropped_by="draft_worker",reason="malformed"}': 1,
+        'worker_messages_dropped{channel="draft",dropped_by="draft_worker",reason="unexpected_kind"}': 1,
+        'worker_messages_dropped{channel="target",dropped_by="coordinator",reason="malformed"}': 1,
+        'worker_messages_dropped{channel="target",dropped_by="coordinator",reason="stale"}': 1,
+        'worker_messages_dropped{channel="target",dropped_by="target_worker",reason="malformed"}': 1,
+        'worker_messages_dropped{channel="target",dropped_by="target_worker",reason="unexpected_kind"}': 1,
     }
     for series in found:
         assert tuple(re.findall(r'(\w+)="', series)) == ENGINE_SERIES[name_of(series)].labels

@@ -109,6 +109,28 @@ def test_steps_of_others_are_not_run() -> None:
     assert target.collect().step_id == 0
 
 
+def test_what_the_worker_drops_is_told_once_however_often_and_late_its_answers_come() -> None:
+    world = World()
+    target = world.attach(0, 1)
+    key = 'worker_messages_dropped{channel="target",dropped_by="target_worker",reason="%s"}'
+    target.submit(step(0, admit=True))
+    target.collect()
+    assert not any("target_worker" in series for series in target.messages_dropped), "there is nothing yet"
+    world.owners[1].connect(world.worker.address)
+    for number in (1, 2):
+        world.owners[0].send(WORKER, Ping(1))
+        world.owners[1].send(WORKER, RunStep(7, 0, step(666, admit=True)))
+        target.submit(step(number))
+    target.collect()
+    target.collect()
+    told = {series: n for series, n in target.messages_dropped.items() if "target_worker" in series}
+    assert told == {key % "stale": 2, key % "unexpected_kind": 2}
+    target.submit(step(3))
+    target._take_answer(StepDone(1, 3, TargetResult(3, ()), {key % "stale": 1}))
+    assert target.collect().step_id == 3
+    assert target.messages_dropped[key % "stale"] == 2, "the answer was made before others"
+
+
 def test_a_dead_worker_is_noticed_after_the_grace() -> None:
     world = World()
     target = world.attach(0, 1)

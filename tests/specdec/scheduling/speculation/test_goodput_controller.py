@@ -34,8 +34,8 @@ from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
-from specdec.scheduling.speculation.pace import Pace
 from specdec.scheduling.speculation.settings import ControllerSettings
+from specdec.scheduling.speculation.time_budget import TimeBudget
 from specdec.scheduling.state import Schedulable
 from tests.pairwise import mostly_full
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
@@ -244,7 +244,7 @@ def test_one_comparison_makes_a_mode_known(
     """Rounds that are still of ping_pong (one or two), or before it, say nothing of another mode, nor do
     those in which the drafter ends what it is at. Behind plain decoding all count.
     """
-    for seed in range(1, 9):
+    for seed in range(1, 25):
         controller = controller_of(profile_of(COSTS[name]), modes)
         world = world_of(COSTS[name], number, chance=chance, lifetime=lifetime, seed=seed)
         last: Kind = "plain"
@@ -367,10 +367,18 @@ def _plain_round(controller: GoodputController, sequences: Sequence[Schedulable]
 
 
 @pytest.mark.parametrize(
-    ("round_s", "share"), [(0.0005, 1 / 41), (0.001, 1 / 21), (0.005, 1 / 5), (0.02, 1.0)]
+    ("round_s", "calm", "share"),
+    [
+        (0.0005, 1.0, 1 / 41),
+        (0.001, 1.0, 1 / 21),
+        (0.001, 4.0, 1 / 81),
+        (0.005, 1.0, 1 / 5),
+        (0.005, 4.0, 1 / 17),
+        (0.02, 4.0, 1.0),
+    ],
 )
 def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
-    round_s: float, share: float, monkeypatch: pytest.MonkeyPatch
+    round_s: float, calm: float, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
     world_of(COSTS["cpu"], 4, chance=0.1).run(controller, 300)
@@ -378,6 +386,7 @@ def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
     monkeypatch.setattr(Decision, "expected_s", lambda _, beside_prompts=False: round_s)
     while any(controller.choose(sequences)) or controller.state.reason in ("probing", "auditing"):
         _plain_round(controller, sequences, round_s)
+    controller._rhythm._calm = calm
     for _ in range(100):
         _plain_round(controller, sequences, round_s)
     looked_at: list[int] = []
@@ -390,6 +399,27 @@ def test_of_short_plain_rounds_few_are_looked_at_and_all_are_counted(
     controller._learn_observed()
     assert controller._round - first == pytest.approx(900, abs=1 / share)
     assert len(looked_at) == pytest.approx(share * 900, rel=0.05)
+
+
+def test_plain_rounds_are_sorted_together_but_none_waits_while_something_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
+    world_of(COSTS["cpu"], 4, chance=0.1).run(controller, 300)
+    sequences = [fake_request(f"r{at}", 128, generate=100_000, computed=127) for at in range(4)]
+    sort = controller._sort
+    sorted_at: list[int] = []
+    monkeypatch.setattr(controller, "_sort", lambda: sorted_at.append(len(controller._unsorted)) or sort())
+    num_waiting: list[int] = []
+    for _ in range(2000):
+        controller.choose(sequences)
+        _plain_round(controller, sequences, 0.002)
+        if controller._trials.current is not None:
+            assert not controller._unsorted, "each of these tells something at once"
+        num_waiting.append(len(controller._unsorted))
+        controller.think()
+    assert max(num_waiting) == 9, "together they come to 20 ms"
+    assert sum(number > 1 for number in sorted_at) > 100
 
 
 def test_what_there_is_to_choose_from_is_found_out_while_it_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -855,7 +885,7 @@ def test_a_start_on_a_slower_machine_is_no_case_against_drafts(name: str, number
             _slower_profile(name, 0.5),
             _Thinking(0.002),
         )
-        controller._rhythm.learning = Pace(_Thinking(0.0002), 0.004)
+        controller._rhythm.learning = TimeBudget(_Thinking(0.0002), 0.004)
         world = world_of(COSTS[name], number, 128, chance, seed=seed)
         reached.append(world.run(controller, 250).rate)
     assert sorted(reached)[1] >= 0.95 * best, reached

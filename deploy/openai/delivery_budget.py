@@ -14,7 +14,7 @@ _LONGEST_S = 0.25
 """No stream waits longer for what is there, however many there are: it still looks like one."""
 
 
-class Pace:
+class DeliveryBudget:
     """Divides the deliveries of one door among its streams."""
 
     def __init__(self, max_per_s: float = DEFAULT_MAX_DELIVERIES_PER_S) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from deploy.openai import pace
+from deploy.openai import delivery_budget
 from deploy.openai.app import create_app
+from deploy.openai.delivery_budget import DeliveryBudget
 from deploy.openai.metrics import DoorMetrics
-from deploy.openai.pace import Pace
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.errors import CapacityError
@@ -103,7 +103,7 @@ async def read_until(client: Client, holds: Callable[[], bool]) -> asyncio.Task[
 
 
 def test_streams_share_what_a_door_delivers() -> None:
-    door = Pace(max_per_s=100.0)
+    door = DeliveryBudget(max_per_s=100.0)
     with door.stream():
         assert door.interval_s == pytest.approx(0.01)
         with door.stream(), door.stream():
@@ -112,7 +112,7 @@ def test_streams_share_what_a_door_delivers() -> None:
 
 
 def test_no_stream_waits_for_long_however_many_there_are() -> None:
-    door = Pace(max_per_s=NEVER)
+    door = DeliveryBudget(max_per_s=NEVER)
     with door.stream():
         assert door.interval_s == 0.25
 
@@ -125,7 +125,7 @@ def test_what_comes_meanwhile_goes_together_and_is_the_same() -> None:
 
 
 def test_the_first_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_LONGEST_S", 1000.0)
+    monkeypatch.setattr(delivery_budget, "_LONGEST_S", 1000.0)
     service = ScriptedService(hold_at=1)
     client = Client(service, DoorSettings(max_deliveries_per_s=NEVER))
 
@@ -140,7 +140,7 @@ def test_the_first_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_much_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a client that reads could be taken for one that does not."""
-    monkeypatch.setattr(pace, "_LONGEST_S", 1000.0)
+    monkeypatch.setattr(delivery_budget, "_LONGEST_S", 1000.0)
     service = ScriptedService(pieces=PIECES, hold_at=40)
     client = Client(service, DoorSettings(max_deliveries_per_s=NEVER, max_unread_outputs=32))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from specdec.core.clock import Clock
+from specdec.core.decaying import moved
 
 _DECAY = 0.25
 _LARGEST_RISE = 3.0
@@ -14,7 +15,7 @@ _MOST_SAVED_S = 0.03
 """So much time may be saved up, and is there at first: some fifteen decisions."""
 
 
-class Pace:
+class TimeBudget:
     """Times something that is done again and again, and tells how long to wait in between.
 
     On one machine a decision takes 0.5 ms, on another, whose processor is slower and whose caches are full of
@@ -44,12 +45,9 @@ class Pace:
         if goes_on:
             self._begun_s = took_s
             return
-        usual_s = self._usual_s
-        if usual_s is None:
-            self._usual_s = took_s
-        else:
-            took_s = min(took_s, _LARGEST_RISE * usual_s)
-            self._usual_s = usual_s + _DECAY * (took_s - usual_s)
+        if self._usual_s is not None:
+            took_s = min(took_s, _LARGEST_RISE * self._usual_s)
+        self._usual_s = moved(self._usual_s, took_s, _DECAY)
         self._saved_s = max(-_MOST_SAVED_S, self._saved_s - took_s)
 
     @property
