@@ -13,7 +13,8 @@ from specdec.core.ids import RequestId
 class Quarantine:
     """Who is suspected, whose turn it is, and what losses of the target say of streams.
 
-    Turns are taken in the engine's thread (`take_turns`); everything else happens under the desk's lock.
+    Who is alone changes in the engine's thread only, which so may ask without the desk's lock. Everything
+    else happens under it.
     """
 
     def __init__(self, streams: Mapping[RequestId, DeskStream]) -> None:

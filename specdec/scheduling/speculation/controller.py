@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from specdec.core.decaying import moved
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome
 from specdec.kv.selection import KvBudget
@@ -236,10 +237,10 @@ _DECAY = 1.0 / 256.0
 def _moved(accepted: float, outcome: DraftOutcome) -> float:
     """Return how likely a token is accepted when it is reached, one proposal later."""
     num_reached = min(outcome.num_drafted, outcome.num_accepted + 1)
+    if num_reached == 0:
+        return accepted
     kept = (1.0 - _DECAY) ** num_reached
-    return (
-        accepted if num_reached == 0 else kept * accepted + (1.0 - kept) * outcome.num_accepted / num_reached
-    )
+    return moved(accepted, outcome.num_accepted / num_reached, 1.0 - kept)
 
 
 def bounded_choice(

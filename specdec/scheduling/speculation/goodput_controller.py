@@ -44,6 +44,8 @@ _LEARNT_EVERY_S = 0.03
 has streamed a model through the processor's caches, most is waiting for memory: 4 % of a round of 3.5 ms."""
 _SORTED_EVERY_S = 0.02
 """Plain rounds that come to this are sorted together, for the same reason: it took 0.015 ms for each."""
+_PRICED_EVERY_S = 0.1
+"""Of plain rounds, after which a decision is priced anew by what was learnt of costs: that takes 0.25 ms."""
 _TOLD_EVERY_S = 1.0
 """`state` is no older than that."""
 
@@ -99,7 +101,9 @@ class GoodputController:
         self._asked_round = self._prepared_round = -1
         """The last ones of which it was asked whether the decision stands, and whether another is due."""
         self._dearer_kinds: dict[Kind, float] = {}
-        """See `_dearer`: of the decision, since something was learnt of costs."""
+        """See `_dearer`: of the decision, since it was last priced anew."""
+        self._unpriced_s = 0.0
+        """What rounds have taken since."""
         self._may_be_passed_over = False
         """Whether rounds as decided are plain, and short."""
         self._may_sort_later = False
@@ -450,7 +454,10 @@ class GoodputController:
             with self._rhythm.learning.timed():
                 if is_settled:
                     self._learning.note(observation, decision)
-                    self._dearer_kinds.clear()
+                    self._unpriced_s += heard_s
+                    if self._unpriced_s >= _PRICED_EVERY_S or not self._may_sort_later:
+                        self._dearer_kinds.clear()
+                        self._unpriced_s = 0.0
                 if round_s > 0.0:
                     self._note_goodput(observation, decision, kind, round_s)
                     self._worth.note(decision, self._switch.kind or "plain", heard_s)
