@@ -6,7 +6,8 @@ python -m benchmarks.simulate_tables benchmarks/results/simulate.json docs/perfo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,23 +23,17 @@ Result = Mapping[str, Any]
 
 
 def write_tables(page: str, results: Result) -> str:
-    """Return the page with all tables of the simulation exchanged.
+    """Return the page with the tables of all that was simulated exchanged.
 
     Raises:
         UserError: the page has no place for one of them.
     """
-    parts = {
-        "modes": _modes(results["modes"]),
-        "pools": _pools(results["pools"]),
-        "sizes": _sizes(results["scaling"]),
-        "controller": _controller(results["loads"]),
-        "failures": _failures(results["failures"]),
-    }
     page = put_into(
         page, "simulation", SCRIPT, f"Simulated on {origin_of(results['environment'], with_processor=False)}."
     )
-    for name, text in parts.items():
-        page = put_into(page, f"simulation, {name}", SCRIPT, text)
+    for key, (name, write) in _PARTS.items():
+        if key in results:
+            page = put_into(page, f"simulation, {name}", SCRIPT, write(results[key]))
     return page
 
 
@@ -90,6 +85,72 @@ def _pools(pools: Result) -> str:
     return f"{table(head, [row])}\n\n{worst}"
 
 
+def _equal_devices(rows: Sequence[Result]) -> str:
+    modes = list(dict.fromkeys(one["mode"] for row in rows for one in row["apart"]))
+    situation, ratios = ("drafter", "traffic", "requests"), [f"`{mode}` / colocated" for mode in modes]
+    by_rule = table(
+        (*situation, "plain", "colocated / plain", "drafter on", "on one GPU / colocated", *ratios),
+        [
+            (
+                *_situation(row),
+                f"{row['plain_per_gpu']:.0f}",
+                f"{row['colocated_vs_plain']:.2f}",
+                f"{row['colocated_width']} GPUs",
+                f"{row['on_one_vs_colocated']:.2f}",
+                *(_by_rule(row, mode) for mode in modes),
+            )
+            for row in rows
+        ],
+    )
+    by_size = table(
+        (*situation, "target groups", *ratios),
+        [
+            (*_situation(row), groups, *(_of_widths(row, mode, groups) for mode in modes))
+            for row in rows
+            if row["has_all_sizes"]
+            for groups in sorted({one["groups"] for one in row["apart"]})
+        ],
+    )
+    picture = "![draft workers beside colocated drafting](images/simulate-equal-devices.svg)"
+    return "\n\n".join((_verdict(rows), by_rule, by_size, picture))
+
+
+def _situation(row: Result) -> tuple[str, str, int]:
+    return row["drafter"], row["trace"], row["batch"]
+
+
+def _by_rule(row: Result, mode: str) -> str:
+    """Return the ratios of what the rule asks for, and how many target groups that means."""
+    (groups,) = {one["groups"] for one in row["apart"] if one["mode"] == mode and one["is_by_rule"]}
+    return f"{_of_widths(row, mode, groups)} ({groups})"
+
+
+def _of_widths(row: Result, mode: str, groups: int) -> str:
+    own = [one for one in row["apart"] if one["mode"] == mode and one["groups"] == groups]
+    own.sort(key=lambda one: one["width"])
+    return ", ".join(f"{one['vs_colocated']:.2f}" for one in own)
+
+
+def _verdict(rows: Sequence[Result]) -> str:
+    """Say how often groups with draft workers are ahead, by more than one run may be wrong."""
+    by_rule = [(row, one) for row in rows for one in row["apart"] if one["is_by_rule"]]
+    ratios = [one["vs_colocated"] for _, one in by_rule]
+    bests = [max(one["vs_colocated"] for other, one in by_rule if other is row) for row in rows]
+    num_ahead, num_behind = sum(best > 1.05 for best in bests), sum(best < 0.95 for best in bests)
+    num_slower = sum(one["vs_plain"] < 0.95 for _, one in by_rule)
+    row, best = max(by_rule, key=lambda pair: pair[1]["vs_colocated"])
+    drafter, traffic, requests = _situation(row)
+    return (
+        f"In {num_ahead} of {len(rows)} situations the best mode and width, with as many draft workers as "
+        f"the rule says, is more than 5 % ahead of colocated drafting, in {num_behind} more than 5 % behind "
+        f"it. Of all {len(ratios)} clusters with draft workers the median has "
+        f"{statistics.median(ratios):.2f} of colocated drafting, the worst {min(ratios):.2f}, the best "
+        f"{max(ratios):.2f} (`{best['mode']}`, drafter {drafter}, {traffic}, {requests} requests, "
+        f"{best['groups']} target groups, {best['width']} GPUs per draft worker); {num_slower} are more than "
+        "5 % behind plain decoding."
+    )
+
+
 def _sizes(rows: Sequence[Result]) -> str:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     by_layout: dict[tuple[int, int], dict[str, float]] = {}
@@ -120,7 +181,15 @@ def _controller(rows: Sequence[Result]) -> str:
         "controller / best fixed",
         "controller / plain",
     )
-    return table(
+    beside_best, beside_plain = (
+        [row[f"controller_vs_{other}"] for row in rows] for other in ("best_fixed", "plain")
+    )
+    worst = (
+        f"The lowest median is {_lowest(beside_plain, 'median')} of plain decoding and "
+        f"{_lowest(beside_best, 'median')} of the best fixed choice, the lowest upper bounds are "
+        f"{_lowest(beside_plain, 'upper')} and {_lowest(beside_best, 'upper')}."
+    )
+    cells = table(
         head,
         [
             (
@@ -134,6 +203,11 @@ def _controller(rows: Sequence[Result]) -> str:
             for row in rows
         ],
     )
+    return f"{cells}\n\n{worst}"
+
+
+def _lowest(ratios: Sequence[Result], value: str) -> str:
+    return f"{min(ratio[value] for ratio in ratios):.2f}"
 
 
 def _failures(failures: Result) -> str:
@@ -155,6 +229,19 @@ def _failures(failures: Result) -> str:
         f"{failures['replayed']} went on in another group."
     )
     return f"{phases}\n\n{ended}"
+
+
+_PARTS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+    "modes": ("modes", _modes),
+    "pools": ("pools", _pools),
+    "equal_devices": ("equal devices", _equal_devices),
+    "scaling": ("sizes", _sizes),
+    "loads": ("controller", _controller),
+    "failures": ("failures", _failures),
+    "controlled_failures": ("failures, k controlled", _failures),
+}
+"""By result: the part of the page that tells of it, and what writes that. Parts that results have nothing of
+stay as they are."""
 
 
 def _percent(share: float) -> str:

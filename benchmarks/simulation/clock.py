@@ -33,3 +33,16 @@ class EventQueue:
     def is_empty(self) -> bool:
         """Whether nothing is to happen any more."""
         return not self._heap
+
+
+class ThinkingClock:
+    """Goes on by `step_s` whenever it is looked at: what is timed by it takes so long."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """See `specdec.core.clock.Clock`."""
+        self._now_s += self._step_s
+        return self._now_s

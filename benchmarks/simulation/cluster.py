@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.simulation.clock import EventQueue
 from benchmarks.simulation.drafter import DraftWorker
-from benchmarks.simulation.group import Group, GroupLimits
+from benchmarks.simulation.group import Group, GroupKind, GroupLimits
 from benchmarks.simulation.hardware import Hardware
 from benchmarks.simulation.traffic import CHAT, LoadStep, SimulatedRequest, Source, Trace, arrival_times
 from specdec.core.ids import RequestId
@@ -32,12 +32,20 @@ class ClusterSpec:
     num_pools: int = 1
     groups_per_pool: int = 1
     workers_per_pool: int = 1
+    kind: GroupKind = "apart"
     limits: GroupLimits = field(default_factory=GroupLimits)
     placement: DraftPlacementConfig = field(default_factory=DraftPlacementConfig)
     lease_s: float = 6.0
     """A draft worker that has died is taken off the list after so long (`MembershipConfig.lease_s`)."""
     renew_s: float = 1.0
     """One that comes back is on it after so long."""
+
+    def __post_init__(self) -> None:
+        if self.kind != "apart" and self.workers_per_pool != 0:
+            raise ValueError(
+                f"workers_per_pool must be 0 for {self.kind} groups, got {self.workers_per_pool}: "
+                "only groups whose drafters are apart have draft workers"
+            )
 
     @property
     def num_groups(self) -> int:
@@ -136,6 +144,7 @@ class Cluster:
                 np.random.default_rng([seed, index]),
                 self._finish,
                 placement=spec.placement,
+                kind=spec.kind,
             )
             for index in range(spec.num_groups)
         ]
@@ -152,9 +161,17 @@ class Cluster:
         self._refill, self._through_door = True, through_door
         for group in self.groups:
             for _ in range(num_sequences):
-                request = self._source.draw_running(0.0)
-                self.ledger.num_arrived += 1
-                group.add_running(request)
+                self._begin_with_one_more(group)
+
+    def keep_in_flight(self, num_sequences: int) -> None:
+        """Let all groups together have so many requests at any time; begin as in the middle of a long run.
+
+        They are spread evenly, and whoever follows goes where the load is least: clusters of other layouts
+        begin with the same requests.
+        """
+        self._refill = self._through_door = True
+        for number in range(num_sequences):
+            self._begin_with_one_more(self.groups[number % len(self.groups)])
 
     def send_traffic(self, steps: Sequence[LoadStep], end_s: float) -> None:
         """Let requests come to the door at these rates."""
@@ -210,6 +227,10 @@ class Cluster:
         return self._outcome(start_s, before)
 
     # ------------------------------------------------------------------------------------ inside
+
+    def _begin_with_one_more(self, group: Group) -> None:
+        self.ledger.num_arrived += 1
+        group.add_running(self._source.draw_running(0.0))
 
     def _route(self, request: SimulatedRequest) -> None:
         alive = [group for group in self.groups if group.is_alive]

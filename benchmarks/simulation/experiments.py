@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import PairedRatio
+from benchmarks.simulation.clock import ThinkingClock
 from benchmarks.simulation.cluster import Cluster, ClusterSpec, Failure, MakeController, Outcome
 from benchmarks.simulation.group import GroupLimits, PlainController
 from benchmarks.simulation.hardware import LLAMA_1B, LLAMA_3B, LLAMA_8B, Hardware, ModelShape, llama_pair
 from benchmarks.simulation.pool_rule import Situation, bare_times, fewest_workers, fitted_x
-from benchmarks.simulation.traffic import CHAT, CODE, LoadStep, Trace
+from benchmarks.simulation.traffic import CHAT, CODE, LONG, LoadStep, Trace
 from specdec.scheduling.speculation.cost_profile import CostProfile
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
@@ -23,9 +24,14 @@ from specdec.scheduling.speculation.settings import ControllerSettings
 Tick = Callable[[], None]
 MODES: tuple[OverlapMode, ...] = ("lockstep", "ping_pong", "draft_ahead")
 DRAFTERS: Mapping[str, ModelShape] = {"1B": LLAMA_1B, "3B": LLAMA_3B, "8B": LLAMA_8B}
-TRACES: Mapping[str, Trace] = {"chat": CHAT, "code": CODE}
-_K = 4
+TRACES: Mapping[str, Trace] = {"chat": CHAT, "code": CODE, "long": LONG}
+DRAFT_TOKENS = 4
+"""Where k is fixed."""
 _WARM_UP_S = 1.0
+THINKING_S = 0.5e-3
+"""What a controller takes to learn from a round, or for either part of a decision. It does both as seldom as
+that asks.
+"""
 
 
 def fixed(k: int, mode: OverlapMode = "lockstep") -> MakeController:
@@ -33,17 +39,23 @@ def fixed(k: int, mode: OverlapMode = "lockstep") -> MakeController:
     return lambda: PlainController(k, mode)
 
 
-def goodput(hardware: Hardware, limits: GroupLimits) -> MakeController:
+def goodput(
+    hardware: Hardware,
+    limits: GroupLimits,
+    modes: tuple[OverlapMode, ...] = MODES,
+    *,
+    thinking_s: float = THINKING_S,
+) -> MakeController:
     """Make controllers that choose, with a profile measured at start."""
     settings = ControllerSettings(
         max_draft_tokens=8,
-        modes=MODES,
+        modes=modes,
         max_branches=limits.max_branches,
         max_rows=limits.max_num_batched_tokens,
         max_sequences=limits.max_num_seqs,
     )
     profile: CostProfile = hardware.profile(settings.max_rows)
-    return lambda: GoodputController(settings, profile)
+    return lambda: GoodputController(settings, profile, ThinkingClock(thinking_s))
 
 
 # ---------------------------------------------------------------------------------------------- modes
@@ -72,7 +84,7 @@ def compare_modes(plan: ModesPlan, tick: Tick) -> list[dict[str, Any]]:
         )
         outcomes: dict[str, Outcome] = {"plain": _full(spec, batch, plan.seconds)}
         for mode in MODES:
-            outcomes[mode] = _full(replace(spec, controller=fixed(_K, mode)), batch, plan.seconds)
+            outcomes[mode] = _full(replace(spec, controller=fixed(DRAFT_TOKENS, mode)), batch, plan.seconds)
             tick()
         lockstep = outcomes["lockstep"]
         rows.append(
@@ -201,7 +213,9 @@ def scale(plan: ScalingPlan, tick: Tick) -> list[dict[str, Any]]:
     rows = []
     layouts = [(groups // 2, 2, 1) for groups in plan.groups]
     layouts += [(1, groups, groups // 2) for groups in plan.one_pool]
-    kinds: dict[str, MakeController] = {"plain": fixed(0)} | {mode: fixed(_K, mode) for mode in MODES}
+    kinds: dict[str, MakeController] = {"plain": fixed(0)} | {
+        mode: fixed(DRAFT_TOKENS, mode) for mode in MODES
+    }
     for (pools, groups, workers), (kind, controller) in itertools.product(layouts, kinds.items()):
         spec = ClusterSpec(
             hardware=llama_pair(),
@@ -234,9 +248,18 @@ class LoadPlan:
     groups: int = 2
     """Of each pool, with one draft worker."""
     seconds: float = 12.0
-    learning_s: float = 12.0
+    learning_s: float = 8.0
+    """Before anything of the controller is measured,"""
+    learning_s_per_request: float = 0.0
+    """and this for each of a group's requests: with many of them rounds are longer."""
+    most_learning_s: float = 30.0
     seeds: int = 5
     """Of the controller beside plain decoding and the best fixed choice, each with the same requests."""
+
+    def num_runs(self) -> int:
+        """Return how many clusters are simulated, at most."""
+        num_loads = len(self.drafters) * len(self.batches)
+        return num_loads * (len(MODES) * len(self.lengths) + 1 + 3 * self.seeds)
 
 
 def compare_controller(plan: LoadPlan, tick: Tick) -> list[dict[str, Any]]:
@@ -245,28 +268,38 @@ def compare_controller(plan: LoadPlan, tick: Tick) -> list[dict[str, Any]]:
     Which fixed choice is the best is found with requests of their own: the highest of many is above its mean.
     """
     rows = []
+    plain: dict[int, list[float]] = {}
+    """By requests at a time: of seed 0, of which choices are found, and of those that are measured."""
     for drafter, batch in itertools.product(plan.drafters, plan.batches):
         hardware, limits = llama_pair(DRAFTERS[drafter]), GroupLimits()
         spec = ClusterSpec(
             hardware=hardware, controller=fixed(0), num_pools=plan.pools, groups_per_pool=plan.groups
         )
-        choices = {"plain": fixed(0)}
-        choices |= {f"{mode}, k = {k}": fixed(k, mode) for k, mode in itertools.product(plan.lengths, MODES)}
-        values: dict[str, float] = {}
+        learning_s = min(plan.most_learning_s, plan.learning_s + plan.learning_s_per_request * batch)
+        if batch not in plain:
+            plain[batch] = [_full(spec, batch, plan.seconds).goodput]
+            for seed in range(1, plan.seeds + 1):
+                plain[batch].append(_full(spec, batch, plan.seconds, learning_s, seed).goodput)
+        for _ in range(1 + plan.seeds):
+            tick()
+        values = {"plain": plain[batch][0]}
+        measured = {"plain": plain[batch][1:]}
+        choices = {f"{mode}, k = {k}": fixed(k, mode) for k, mode in itertools.product(plan.lengths, MODES)}
         for name, controller in choices.items():
             values[name] = _full(replace(spec, controller=controller), batch, plan.seconds).goodput
             tick()
         best = max(values, key=lambda name: values[name])
-        variants = {
-            "plain": fixed(0),
-            "best_fixed": choices[best],
-            "controller": goodput(hardware, limits),
-        }
-        measured: dict[str, list[float]] = {name: [] for name in variants}
-        for seed, name in itertools.product(range(1, plan.seeds + 1), variants):
-            its = replace(spec, controller=variants[name])
-            measured[name].append(_full(its, batch, plan.seconds, plan.learning_s, seed).goodput)
-            tick()
+        variants = {"controller": goodput(hardware, limits)}
+        if best == "plain":
+            measured["best_fixed"] = measured["plain"]
+        else:
+            variants["best_fixed"] = choices[best]
+        for name, controller in variants.items():
+            measured[name] = []
+            for seed in range(1, plan.seeds + 1):
+                its = replace(spec, controller=controller)
+                measured[name].append(_full(its, batch, plan.seconds, learning_s, seed).goodput)
+                tick()
         rows.append(
             {
                 "drafter": drafter,
@@ -299,11 +332,12 @@ class FailurePlan:
     rate_per_group: float = 8.0
 
 
-def endure(plan: FailurePlan, tick: Tick) -> dict[str, Any]:
-    """Return tokens per second over time, and what became of every request."""
+def endure(plan: FailurePlan, tick: Tick, *, is_controlled: bool = False) -> dict[str, Any]:
+    """Return tokens per second over time, and what became of every request, with k fixed or controlled."""
+    hardware = llama_pair()
     spec = ClusterSpec(
-        hardware=llama_pair(),
-        controller=fixed(_K),
+        hardware=hardware,
+        controller=goodput(hardware, GroupLimits()) if is_controlled else fixed(DRAFT_TOKENS),
         num_pools=plan.pools,
         groups_per_pool=4,
         workers_per_pool=2,

@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.simulation.clock import EventQueue
+from benchmarks.simulation.colocated import OwnDrafter
 from benchmarks.simulation.drafter import DraftMessage, DraftReply, DraftWish, DraftWorker
 from benchmarks.simulation.hardware import Hardware
 from benchmarks.simulation.links import DraftLinks
@@ -39,6 +41,14 @@ from specdec.scheduling.state import RoundLimits, RoundPlan
 from specdec.transport.base import PeerId
 
 _DEPTHS: Mapping[OverlapMode, int] = {"lockstep": 1, "ping_pong": 2, "draft_ahead": 1}
+
+GroupKind = Literal["apart", "colocated", "undrafted"]
+"""apart: coordinator, target and draft workers are processes of their own, with wire between them.
+
+colocated: one process has all three, the draft model on GPUs of the target.
+
+undrafted: one process without a draft model.
+"""
 
 
 class PlainController(FixedController):
@@ -82,6 +92,9 @@ class _Flight:
     launched_s: float
     num_elsewhere: int
     context_tokens: int
+    is_drafted_here: NDArray[np.bool_] | None = None
+    """colocated: [n], whose proposals are there."""
+    num_behind: int = 0
     verdicts: VerdictRound | None = None
     verify_s: float = 0.0
     draft_wait_s: float = 0.0
@@ -152,7 +165,10 @@ class Group:
         on_finish: Callable[[Group, SimulatedRequest], None],
         deadlines: DraftDeadlineConfig | None = None,
         placement: DraftPlacementConfig | None = None,
+        kind: GroupKind = "apart",
     ) -> None:
+        if kind != "apart":
+            hardware = hardware.in_one_process()
         self.name = name
         self.controller = controller
         self.limits = limits
@@ -167,11 +183,15 @@ class Group:
         self.waiting: WaitingQueue[SimulatedRequest] = WaitingQueue()
         self.is_alive = True
         self.counts = GroupCounts()
+        self.own_drafter = (
+            OwnDrafter(hardware, limits.max_num_batched_tokens) if kind == "colocated" else None
+        )
         self._hardware = hardware
         self._events = events
         self._generator = generator
         self._on_finish = on_finish
-        self._num_blocks = hardware.target.kv_tokens // limits.block_size
+        kv_tokens = hardware.target.kv_tokens if kind != "colocated" else hardware.kv_tokens_beside_draft
+        self._num_blocks = kv_tokens // limits.block_size
         self._num_free_blocks = self._num_blocks
         self._flights: deque[_Flight] = deque()
         self._is_busy = False
@@ -204,6 +224,8 @@ class Group:
         self._num_free_blocks -= request.num_blocks
         self.running[request.request_id] = request
         self.links.assume_read(request)
+        if self.own_drafter is not None:
+            self.own_drafter.assume_read(request)
         self._wake()
 
     def set_workers(self, workers: Iterable[DraftWorker]) -> None:
@@ -217,7 +239,7 @@ class Group:
             one.num_computed = one.num_blocks = 0
             one.is_in_flight = one.has_drafts = one.was_looked_ahead = False
             one.num_replays += 1
-            self.links.release(one.request_id)
+            self._forget_drafts(one.request_id)
         self.running.clear()
         self.waiting = WaitingQueue()
         self._num_free_blocks = self._num_blocks
@@ -301,6 +323,9 @@ class Group:
         for one in requests:
             one.is_in_flight = True
         self._launching = flight
+        if self.own_drafter is not None:
+            self._draft_here(flight, self.own_drafter)
+            return True
         self._ask(flight)
         if self._awaited:
             give_up_s = max(one.give_up_s for one in self._awaited.values())
@@ -359,6 +384,21 @@ class Group:
         request.num_blocks = number
 
     # ------------------------------------------------------------------------------------ drafts
+
+    def _draft_here(self, flight: _Flight, drafter: OwnDrafter) -> None:
+        """Draft in this process, before the target's step."""
+        drafts = drafter.propose(flight.decoding, flight.budgets, flight.prompts)
+        flight.is_drafted_here, flight.num_behind = drafts.is_drafted, drafts.num_behind
+        if flight.has_budgets:
+            self.counts.draft_s += drafts.seconds
+            self.counts.draft_rounds += 1
+            self._draft_ready_s = drafts.seconds
+        self._later(self._events.now_s + drafts.seconds, self._submit)
+
+    def _forget_drafts(self, request_id: RequestId) -> None:
+        self.links.release(request_id)
+        if self.own_drafter is not None:
+            self.own_drafter.release(request_id)
 
     def _ask(self, flight: _Flight) -> None:
         """Ask for drafts of those that were not looked ahead for, and let prompts be read."""
@@ -469,7 +509,9 @@ class Group:
         flight.draft_work_s, self._draft_work_s = self._draft_work_s, 0.0
         is_ahead = flight.mode == "draft_ahead"
         if flight.decoding:
-            is_drafted = np.array([self._is_drafted(one, absent) for one in flight.decoding])
+            is_drafted = flight.is_drafted_here
+            if is_drafted is None:
+                is_drafted = np.array([self._is_drafted(one, absent) for one in flight.decoding])
             fan_out = self._fan_out if is_ahead else None
             flight.verdicts = play_round(
                 flight.decoding, flight.budgets, is_drafted, fan_out, self._generator
@@ -540,7 +582,7 @@ class Group:
                 del self.running[one.request_id]
                 self._num_free_blocks += one.num_blocks
                 one.num_blocks = 0
-                self.links.release(one.request_id)
+                self._forget_drafts(one.request_id)
                 finished.append(one)
         return finished
 
@@ -574,6 +616,7 @@ class Group:
                 num_prompt_rows=flight.num_prompt_rows,
                 context_tokens=flight.context_tokens,
                 budgets=flight.plan.num_draft_tokens,
+                num_behind=flight.num_behind,
                 draft_ready_s=flight.draft_ready_s,
                 draft_work_s=flight.draft_work_s or None,
                 target_s=flight.verify_s,

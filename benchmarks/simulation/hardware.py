@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,12 +108,37 @@ class Hardware:
         """T_verify."""
         return float(self.target.seconds(num_rows, context_tokens))
 
-    def draft_s(self, taking_part: Floats, mean_context: float, num_unseen: float = 0.0) -> float:
-        """T_draft: [K] sequences that take part in each step; `num_unseen` prompt tokens are read before."""
+    @property
+    def kv_tokens_beside_draft(self) -> int:
+        """Tokens that the target's cache holds where the draft model, and its cache, lie on the same GPUs.
+
+        On each of them there is room for as many: the one that holds most else says for how many.
+        """
+        target, draft = self.target, self.draft
+        assert draft.num_gpus <= target.num_gpus, "the draft model lies on GPUs of the target"
+        weights = target.shape.weight_bytes / target.num_gpus + draft.shape.weight_bytes / draft.num_gpus
+        per_token = (
+            target.shape.kv_bytes_per_token / target.num_gpus
+            + draft.shape.kv_bytes_per_token / draft.num_gpus
+        )
+        return int((target.memory_share * target.gpu.memory_bytes - weights) / per_token)
+
+    def in_one_process(self) -> Hardware:
+        """Return the same with nothing between coordinator, target and drafter."""
+        return replace(self, wire_s=0.0)
+
+    def draft_s(
+        self, taking_part: Floats, mean_context: float, num_unseen: float = 0.0, *, num_beside: float = 0.0
+    ) -> float:
+        """T_draft: [K] sequences that take part in each step.
+
+        `num_unseen` prompt tokens are read before, `num_beside` together with the first step.
+        """
         seconds = 0.0
         if len(taking_part):
             rows = taking_part.copy()
             rows[0] *= 2.0  # the last verdict is read with the first step: about one token more
+            rows[0] += num_beside
             seconds = float(self.draft.seconds(rows, taking_part * mean_context)[taking_part > 0].sum())
         if num_unseen:
             seconds += float(self.draft.seconds(num_unseen, 0.0))

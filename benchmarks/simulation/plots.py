@@ -19,8 +19,9 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
     return [
         save_figure(_scaling(results["scaling"]), folder / "simulate-scaling.svg"),
         save_figure(_pools(results["pools"]), folder / "simulate-pools.svg"),
+        save_figure(_equal_devices(results["equal_devices"]), folder / "simulate-equal-devices.svg"),
         save_figure(_loads(results["loads"]), folder / "simulate-controller.svg"),
-        save_figure(_failures(results["failures"]), folder / "simulate-failures.svg"),
+        save_figure(_failures(results), folder / "simulate-failures.svg"),
     ]
 
 
@@ -93,17 +94,45 @@ def _loads(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
+def _equal_devices(rows: Sequence[Mapping[str, Any]]) -> Any:
+    panels = list(dict.fromkeys((row["drafter"], row["trace"]) for row in rows))
+    figure, axes = new_figure(len(panels))
+    for axis, (drafter, trace) in zip(axes, panels, strict=True):
+        own = [row for row in rows if (row["drafter"], row["trace"]) == (drafter, trace)]
+        batches = [row["batch"] for row in own]
+        axis.plot(batches, [row["colocated_vs_plain"] for row in own], "ko-", label="colocated")
+        by_rule = [[one for one in row["apart"] if one["is_by_rule"]] for row in own]
+        kinds = list(dict.fromkeys((one["mode"], one["width"]) for one in by_rule[0]))
+        modes = list(dict.fromkeys(mode for mode, _ in kinds))
+        for mode, width in kinds:
+            values = [
+                one["vs_plain"]
+                for each in by_rule
+                for one in each
+                if (one["mode"], one["width"]) == (mode, width)
+            ]
+            style, colour = "-" if width == 1 else "--", f"C{modes.index(mode)}"
+            label = f"{mode}, {width} GPU{'s' if width > 1 else ''}"
+            axis.plot(batches, values, f"o{style}", color=colour, ms=3, lw=1, label=label)
+        axis.set(
+            xscale="log",
+            xlabel=f"requests for every 8 GPUs, {trace}, drafter {drafter}",
+            ylabel="goodput over plain",
+        )
+        axis.axhline(1.0, color="0.5", lw=0.8)
+    axes[0].legend(frameon=False, fontsize=7)
+    return figure
+
+
 def _failures(results: Mapping[str, Any]) -> Any:
-    figure, (left, right) = new_figure(2)
-    period_s = results["period_s"]
-    seconds = results["tokens_by_second"][: int(7 * period_s)]
-    left.plot(range(len(seconds)), seconds, lw=1)
-    for number in (1, 3, 5):
-        for axis in (left,):
+    figure, axes = new_figure(2)
+    for axis, key, how in zip(
+        axes, ("failures", "controlled_failures"), ("k fixed", "k controlled"), strict=True
+    ):
+        period_s = results[key]["period_s"]
+        seconds = results[key]["tokens_by_second"][: int(7 * period_s)]
+        axis.plot(range(len(seconds)), seconds, lw=1)
+        for number in (1, 3, 5):
             axis.axvspan(number * period_s, (number + 1) * period_s, color="0.9")
-    left.set(xlabel="seconds (grey: somebody is dead)", ylabel="tokens/s", ylim=(0, None))
-    names = list(results["phases"])
-    values = [results["phases"][name]["token_p50_ms"] for name in names]
-    right.barh(names[::-1], values[::-1])
-    right.set(xlabel="ms per token of a stream, median")
+        axis.set(xlabel=f"seconds, {how} (grey: somebody is dead)", ylabel="tokens/s", ylim=(0, None))
     return figure

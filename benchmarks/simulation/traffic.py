@@ -65,6 +65,13 @@ CODE = Trace(
     acceptance=0.8,
 )
 """Acceptance is our assumption: the traces have no texts."""
+LONG = Trace(
+    name="long",
+    prompt=Lengths(median=4000, mean=4200),
+    output=Lengths(median=600, mean=800),
+    acceptance=0.7,
+)
+"""Long contexts, an assumption altogether."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
+from benchmarks.report import environment, to_plain
 from benchmarks.simulate import FULL, Plan, headlines_of, simulate
 from benchmarks.simulate_tables import write_tables
 from benchmarks.simulation.clock import EventQueue
 from benchmarks.simulation.cluster import Cluster, ClusterSpec, Failure
 from benchmarks.simulation.drafter import DraftMessage, DraftReply, DraftWish, DraftWorker
+from benchmarks.simulation.equal_devices import Cell, EqualDevicesPlan
 from benchmarks.simulation.experiments import (
     FailurePlan,
     LoadPlan,
@@ -421,9 +423,20 @@ def test_experiments_give_what_is_reported_and_drawn(tmp_path: Path) -> None:
             shares=((1, 2), (1, 1)),
             group_seconds=1.0,
         ),
+        equal_devices=EqualDevicesPlan(
+            drafters=("1B",),
+            traces=("chat",),
+            batches=(2,),
+            groups=(1, 2),
+            all_sizes=(Cell(drafter="1B", trace="chat", batch=2),),
+            learning_s=0.2,
+            seconds=0.2,
+            group_seconds=0.4,
+        ),
         scaling=ScalingPlan(groups=(2, 4), one_pool=(2, 4), batch=4, seconds=0.3, warm_up_s=0.1),
         loads=LoadPlan(batches=(4,), lengths=(2,), pools=1, seconds=0.5, learning_s=0.5, seeds=2),
         failures=FailurePlan(pools=1, period_s=2.0, rate_per_group=5.0),
+        controlled_failures=FailurePlan(pools=1, period_s=2.0, rate_per_group=5.0),
     )
     results = simulate(plan, Progress(disable=True))
     headlines = headlines_of(results)
@@ -431,14 +444,22 @@ def test_experiments_give_what_is_reported_and_drawn(tmp_path: Path) -> None:
         "sim_ping_pong_vs_lockstep",
         "sim_draft_ahead_vs_lockstep",
         "sim_pool_rule_error",
+        "sim_apart_vs_colocated_best",
+        "sim_apart_vs_colocated_median",
         "sim_controller_vs_best_fixed",
         "sim_controller_vs_best_fixed_median",
     ]
     assert all(math.isfinite(value) and value >= 0.0 for value in headlines.values())
     pictures = draw(results, tmp_path)
-    assert len(pictures) == 4
+    assert len(pictures) == 5
     assert all("<svg" in picture.read_text() for picture in pictures)
     assert FULL.scaling.groups[-1] * 8 > 4000
+
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
+    written = write_tables(page, {"environment": environment(), **to_plain(results)})
+    assert written != page
+    assert write_tables(written, {"environment": environment(), **to_plain(results)}) == written
+    assert "In 0 of 1 situations" in written or "In 1 of 1 situations" in written
 
 
 def test_the_page_says_what_was_simulated() -> None:
@@ -455,8 +476,10 @@ def test_pictures_ask_for_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyP
         draw({}, tmp_path)
 
 
-def test_speed_recovers_behind_failures() -> None:
-    results = endure(FailurePlan(pools=1, period_s=5.0, rate_per_group=5.0), _nothing)
+@pytest.mark.parametrize("is_controlled", [False, True], ids=["k fixed", "k controlled"])
+def test_speed_recovers_behind_failures(is_controlled: bool) -> None:
+    plan = FailurePlan(pools=1, period_s=5.0, rate_per_group=5.0)
+    results = endure(plan, _nothing, is_controlled=is_controlled)
     assert results["arrived"] == results["finished"]
     assert results["replayed"] > 0
     phases = results["phases"]

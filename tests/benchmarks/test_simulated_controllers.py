@@ -68,10 +68,10 @@ def test_each_group_does_what_is_best_for_its_own_requests() -> None:
 @pytest.mark.parametrize(("number", "is_busy"), [(4, False), (16, False), (8, True)])
 def test_one_comparison_makes_a_mode_known(number: int, is_busy: bool) -> None:
     """What was prepared is used, and the drafter ends what it is at: two rounds say nothing. Requests that
-    come and go, with prompts that are read, say no less of a mode.
+    come and go, with prompts that are read, say no less of a mode; thinking takes no time here.
     """
     hardware = llama_pair()
-    spec = ClusterSpec(hardware=hardware, controller=goodput(hardware, GroupLimits()))
+    spec = ClusterSpec(hardware=hardware, controller=goodput(hardware, GroupLimits(), thinking_s=0.0))
     cluster = Cluster(spec, seed=1)
     if is_busy:
         cluster.keep_busy(number)
