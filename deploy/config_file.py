@@ -44,14 +44,19 @@ def load_config(path: str | Path) -> DrafthouseConfig:
             be right.
     """
     file = Path(path)
-    root, values = _parse(file)
-    lines = dict(_lines(root))
+    try:
+        root, values = _parse(file)
+        lines = dict(_lines(root))
+    except RecursionError:  # also what refers to itself, by an alias
+        raise ConfigError(f"{file}: its blocks and lists are too deep in each other") from None
     problems = [f"{file}:{line}: {text}" for line, text in _duplicate_keys(root)]
     if problems:
         raise ConfigError("\n".join(problems))
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: must hold keys and values (target: ...), not {type(values).__name__}")
-    _make_paths_absolute(values, file.absolute().parent)
+    problems = [f"{file}:{_line_of(keys, lines)}: {text}" for keys, text in _made_absolute(values, file)]
+    if problems:
+        raise ConfigError("\n".join(problems))
     try:
         return DrafthouseConfig.model_validate(values)
     except ValidationError as error:
@@ -160,11 +165,17 @@ def _duplicate_keys(node: yaml.Node, location: Location = ()) -> Iterator[tuple[
             yield from _duplicate_keys(item, (*location, index))
 
 
-def _make_paths_absolute(values: dict[str, Any], base: Path) -> None:
-    for *blocks, key in _path_keys(values):
+def _made_absolute(values: dict[str, Any], file: Path) -> Iterator[tuple[Location, str]]:
+    """Make paths in the values of a file absolute; yield where one is that cannot be, and why."""
+    for keys in _path_keys(values):
+        *blocks, key = keys
         block = _at(values, tuple(blocks))
-        if isinstance(block, dict) and isinstance(block.get(key), str):
-            block[key] = str((base / Path(block[key]).expanduser()).resolve())
+        if not isinstance(block, dict) or not isinstance(block.get(key), str):
+            continue
+        try:
+            block[key] = str((file.absolute().parent / Path(block[key]).expanduser()).resolve())
+        except (OSError, ValueError, RuntimeError) as error:  # no text for a system, or ~ of nobody
+            yield keys, f"{_dotted(keys)}: {block[key]!r} is no path: {error}"
 
 
 def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
@@ -172,24 +183,27 @@ def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:
     location, block = _in_file(tuple(details["loc"]))
     if kind == "union_tag_not_found":
         location, kind = (*location, _discriminator(details)), "missing"
-    # A missing key has no line of its own; the block that should hold it has.
+    line = _line_of(location, lines)
+    key = _dotted(location)
+    if kind == "missing":
+        return line, f"{key}: is required"
+    if kind == "extra_forbidden":
+        return line, f"{key}: unknown key{_did_you_mean(str(location[-1]), block)}"
+    if kind == "union_tag_invalid":
+        expected, tag = details["ctx"]["expected_tags"], details["ctx"]["tag"]
+        return line, f"{key}.{_discriminator(details)}: input should be one of {expected}, got {tag!r}"
+    reason = details["msg"].removeprefix("Value error, ")
+    if kind == "value_error":
+        return line, f"{key}: {reason}" if key else reason
+    return line, f"{key}: {reason[:1].lower()}{reason[1:]}, got {details['input']!r}"
+
+
+def _line_of(location: Location, lines: dict[Location, int]) -> int:
+    """Return the line of a key; of the block that should hold it, where it has none."""
     known = location
     while known not in lines:
         known = known[:-1]
-    key = _dotted(location)
-    if kind == "missing":
-        return lines[known], f"{key}: is required"
-    if kind == "extra_forbidden":
-        return lines[known], f"{key}: unknown key{_did_you_mean(str(location[-1]), block)}"
-    if kind == "union_tag_invalid":
-        expected, tag = details["ctx"]["expected_tags"], details["ctx"]["tag"]
-        return lines[
-            known
-        ], f"{key}.{_discriminator(details)}: input should be one of {expected}, got {tag!r}"
-    reason = details["msg"].removeprefix("Value error, ")
-    if kind == "value_error":
-        return lines[known], f"{key}: {reason}" if key else reason
-    return lines[known], f"{key}: {reason[:1].lower()}{reason[1:]}, got {details['input']!r}"
+    return lines[known]
 
 
 def _in_file(location: Location) -> tuple[Location, type[BaseModel] | None]:

@@ -19,8 +19,9 @@ from specdec.proposers.config import SpeculativeConfig
 def validate_file(file: Path) -> None:
     """Check the file and what it names (models, keys, certificates, packages); say so when all is well.
 
-    What depends on the machine and the command line is left to `serve`: whether the workers fit, whether the
-    port is free, and whether others may come without a key.
+    Of models all is checked that can be told without reading their weights; `serve` leaves much of that to
+    the workers, which load them anyway. What depends on the machine and the command line is left to `serve`:
+    whether the workers fit, whether the port is free, and whether others may come without a key.
 
     Raises:
         UserError: what is wrong, and where.
@@ -31,6 +32,10 @@ def validate_file(file: Path) -> None:
         for text in warnings_of(model.engine):
             typer.echo(f"warning: {text}", err=True)
     check_endpoint(config.http)
+    from specdec.engine.paper_check import check_on_paper  # seconds, of which the schema needs none
+
+    for model in config.served_models():
+        check_on_paper(model.engine)
     typer.echo(f"{file}: ok ({summary_of(config)})")
 
 

@@ -26,6 +26,8 @@ _HARMLESS_KEYWORDS = frozenset(
 
 _WINDOW_IN_MASK_ALONE = frozenset({"phimoe"})
 """Model types whose model puts `sliding_window` into the mask of all layers, which do not pass it on."""
+_WINDOWS_BY_TYPE_IN_MASK_ALONE = frozenset({"qwen2_moe"})
+"""The same of layers that are `sliding_attention` by `layer_types`."""
 
 
 _STEP = "paged_step"
@@ -78,13 +80,14 @@ class _Attends(Protocol):
 
 
 def _window_of_mask(module: torch.nn.Module, layer_idx: int) -> int | None:
-    """Return the window of a layer that has it in its mask alone (Qwen 2 MoE): there are no masks here."""
+    """Return the window of a layer that has it in its mask alone: there are no masks here."""
     config: Any = getattr(module, "config", None)
-    if getattr(config, "model_type", None) not in _WINDOW_IN_MASK_ALONE:
-        kinds = getattr(config, "layer_types", None)
-        if not kinds or layer_idx >= len(kinds) or kinds[layer_idx] != "sliding_attention":
-            return None
-    window: int | None = getattr(config, "sliding_window", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in _WINDOWS_BY_TYPE_IN_MASK_ALONE:
+        is_windowed = config.layer_types[layer_idx] == "sliding_attention"
+    else:
+        is_windowed = model_type in _WINDOW_IN_MASK_ALONE
+    window: int | None = config.sliding_window if is_windowed else None
     return window
 
 

@@ -67,12 +67,13 @@ def open_folder(path: str | Path) -> ModelFolder:
         CheckpointError: folder or config.json are missing or unreadable.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"model folder {folder} {what}; `model` must be a local Hugging Face model folder"
-        )
-    return ModelFolder(path=folder, config=read_json(folder / CONFIG_FILE))
+    with _reading(f"model folder {folder}"):
+        if not folder.is_dir():
+            what = "is not a folder" if folder.exists() else "does not exist"
+            raise CheckpointError(
+                f"model folder {folder} {what}; `model` must be a local Hugging Face model folder"
+            )
+        return ModelFolder(path=folder, config=read_json(folder / CONFIG_FILE))
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -82,13 +83,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         CheckpointError: folder, config.json or weights are missing, unreadable, truncated or corrupt.
     """
     folder = open_folder(path)
-    weight_files = tuple(_weight_files(folder.path))
-    return Checkpoint(
-        path=folder.path,
-        config=folder.config,
-        weight_files=weight_files,
-        headers=tuple(checked_header(file) for file in weight_files),
-    )
+    with _reading(f"the weights in {folder.path}"):
+        weight_files = tuple(_weight_files(folder.path))
+        return Checkpoint(
+            path=folder.path,
+            config=folder.config,
+            weight_files=weight_files,
+            headers=tuple(checked_header(file) for file in weight_files),
+        )
 
 
 def outline_of(checkpoint: Checkpoint) -> str:
@@ -233,6 +235,16 @@ def _first_bytes_hint(prefix: bytes, size: int) -> str:
     if prefix.startswith(b"version "):
         return "it is a Git LFS pointer, fetch the file itself (git lfs pull)"
     return f"its header does not fit into its {size} bytes (truncated or corrupt)"
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn what the system says of files (no right to read, a name too long) into an error that says so."""
+    try:
+        yield
+    except OSError as error:
+        at = "" if error.filename is None else f" ({str(error.filename)[-200:]})"
+        raise CheckpointError(f"{what[:400]} cannot be read: {error.strerror or error}{at}") from error
 
 
 @contextmanager

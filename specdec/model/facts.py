@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from specdec.model.config import ModelConfig
 from specdec.model.generation_file import GENERATION_FILE, read_generation_file
 from specdec.model.layer_values import layer_values
 from specdec.model.rotary import longest_sequence
+
+logger = logging.getLogger(__name__)
 
 # transformers annotates these factories too loosely to be of use.
 _AUTO_CONFIG: Any = AutoConfig
@@ -162,7 +165,10 @@ def _dtype_of_weights(checkpoint: Checkpoint) -> Any:
 
 
 def eos_token_ids_of(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tuple[int, ...]:
-    """Sorted ids that end a text, from generation_config.json and config.json."""
+    """Sorted ids that end a text, from generation_config.json and config.json.
+
+    One that the vocabulary does not have can never come, and is left aside.
+    """
     found: set[int] = set()
     # A model of text and images may say at the top alone what ends a turn (Gemma 3).
     configs: tuple[Any, ...] = (hf_config, hf_config.get_text_config())
@@ -175,4 +181,15 @@ def eos_token_ids_of(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tup
                 f"{checkpoint.path / name}: eos_token_id must be a token id or a list of them, got {value!r}"
             )
         found.update(token_ids)
-    return tuple(sorted(found))
+    vocab_size = getattr(hf_config.get_text_config(), "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        return tuple(sorted(found))
+    kept = tuple(sorted(one for one in found if 0 <= one < vocab_size))
+    if len(kept) < len(found):
+        logger.warning(
+            "%s: eos_token_id names %s, which the vocabulary of %d tokens does not have: left aside",
+            checkpoint.path,
+            ", ".join(map(str, sorted(found.difference(kept)))),
+            vocab_size,
+        )
+    return kept

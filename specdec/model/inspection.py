@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specdec.attention.base import LayerAttention, PagedBatch
 from specdec.attention.hf import ATTENTION_NAME, AttentionProbe, UnsupportedAttention
@@ -27,6 +27,7 @@ from specdec.kv.pool import KvPool, KvShape
 from specdec.model.invariance.operations import InvariantForward, UnsupportedInvariance
 from specdec.model.parallel.group import same_fate
 from specdec.model.parallel.stage import Stage
+from specdec.model.support import WHAT_CAN_BE
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,13 @@ def inspect_forward(
     path: Path,
     stage: Stage | None = None,
     invariant: InvariantForward | None = None,
+    *,
+    max_model_len: int | None = None,
 ) -> ForwardFacts:
     """Run a few tokens through a model, or a stage of it, that was loaded with the paged attention.
 
-    With `invariant` it has to be a forward that runs so.
+    With `invariant` it has to be a forward that runs so. `max_model_len` is its longest sequence, None:
+    windows of attention may be longer.
 
     Raises:
         CheckpointError: its layers ask for attention that is not supported, or (model types that no test
@@ -98,6 +102,7 @@ def inspect_forward(
     error = window_error = 0.0
     try:
         facts = _probe(model, stage, invariant)
+        _require_kept_windows(model, facts.layers, max_model_len)
         if model.config.model_type not in TESTED_MODEL_TYPES:
             error = paged_forward_error(model, facts.layers, stage)
             window_error = masked_window_error(model, facts.layers, stage)
@@ -120,17 +125,24 @@ def inspect_forward(
             raise _refusal(
                 model,
                 path,
-                "its sliding window shows in the mask of its attention alone, not in what its layers ask "
-                f"for: with a short one its logits over a paged cache differ by {window_error:.2g} of their "
-                "spread",
+                "its sliding window shows either in the mask of its attention alone, or in what its layers "
+                f"ask for alone: with a short one its logits over a paged cache differ by {window_error:.2g} "
+                "of their spread",
             )
     return facts
 
 
-def inspect_on_paper(model: PreTrainedModel, path: Path, invariant: InvariantForward | None = None) -> None:
+def inspect_on_paper(
+    model: PreTrainedModel,
+    path: Path,
+    invariant: InvariantForward | None = None,
+    *,
+    max_model_len: int | None = None,
+) -> None:
     """Look at what the attention layers of a model on the meta device ask for: no weights are needed.
 
     What cannot run without numbers (a choice of experts, say) is looked at once the weights are there.
+    `max_model_len` as in `inspect_forward`.
 
     Raises:
         CheckpointError: its layers ask for attention that is not supported; or, with `invariant`, it computes
@@ -138,6 +150,7 @@ def inspect_on_paper(model: PreTrainedModel, path: Path, invariant: InvariantFor
     """
     try:
         facts = _probe(model, None, None if invariant is None else invariant.on_paper())
+        _require_kept_windows(model, facts.layers, max_model_len)
         if invariant is not None:
             _require_invariant_heads(facts.layers)
     except UnsupportedAttention as failure:
@@ -149,7 +162,44 @@ def inspect_on_paper(model: PreTrainedModel, path: Path, invariant: InvariantFor
 
 
 def _refusal(model: PreTrainedModel, path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path}: model type {model.config.model_type} cannot be served: {reason}")
+    return CheckpointError(
+        f"{path}: model type {model.config.model_type} cannot be served: {reason}; {WHAT_CAN_BE}"
+    )
+
+
+def _require_kept_windows(
+    model: PreTrainedModel, layers: Sequence[LayerAttention], max_model_len: int | None
+) -> None:
+    """Refuse layers that attend to more than transformers keeps of a long text.
+
+    Its cache follows `sliding_window`, also of models whose code knows no window (Llama). What its `generate`
+    says of longer texts is then not what its forward over a whole text says.
+
+    Raises:
+        UnsupportedAttention: there are such layers, and `max_model_len` tokens are more than are kept.
+    """
+    for layer, cached in zip(layers, _cached_windows(model, layers), strict=True):
+        if not cached or max_model_len is None or max_model_len <= cached:
+            continue
+        if layer.sliding_window is None or layer.sliding_window > cached:
+            reach = "all tokens" if layer.sliding_window is None else f"{layer.sliding_window} tokens"
+            raise UnsupportedAttention(
+                f"layer {layer.layer_idx} attends to {reach}, and transformers keeps the last {cached} of "
+                f"them (sliding_window in config.json): set max_model_len to {cached} at most, or take the "
+                "key out of config.json"
+            )
+
+
+def _cached_windows(model: PreTrainedModel, layers: Sequence[LayerAttention]) -> list[int | None]:
+    """Return how many tokens of each layer transformers keeps; None: all, or it cannot say."""
+    try:
+        kept = DynamicCache(config=model.config.get_text_config()).layers
+    except (TypeError, ValueError, LookupError, AttributeError) as failure:  # of a model with own code
+        logger.debug("transformers has no cache for model type %s: %s", model.config.model_type, failure)
+        kept = []
+    # Layers that find K/V in another's cache have none of their own.
+    windows = {index: getattr(one, "sliding_window", None) for index, one in enumerate(kept)}
+    return [windows.get(layer.layer_idx) for layer in layers]
 
 
 def _variance(model: PreTrainedModel, path: Path, reason: UnsupportedInvariance) -> CheckpointError:
@@ -214,9 +264,9 @@ def masked_window_error(
 ) -> float:
     """Return what `paged_forward_error` would be over more tokens than the sliding window is long.
 
-    A model may have it in its mask alone, and its layers not ask for it. That shows beyond the window only,
-    which is mostly thousands of tokens: a shorter one is put into the model's configuration for a moment.
-    Where that changes nothing, because the key has no effect, or there is none, the result is 0.
+    A model may have it in its mask alone, and its layers not ask for it; or the other way around. That shows
+    beyond the window only, which is mostly thousands of tokens: a shorter one is put into the model's
+    configuration for a moment. Without a window the result is 0.
     """
     text_config: Any = model.config.get_text_config()
     window = getattr(text_config, "sliding_window", None)
@@ -227,16 +277,13 @@ def masked_window_error(
         for layer in layers
     ]
     with torch.inference_mode():
-        unchanged = _own_rows(model, stage)
         text_config.sliding_window = _SHORT_WINDOW
         try:
             own = _own_rows(model, stage)
         finally:
             text_config.sliding_window = window
         paged = _paged_rows(model, shorter, stage)
-    if stage is not None and not stage.is_last:
-        return 0.0
-    return 0.0 if torch.equal(own, unchanged) else _distance(paged, own)
+    return 0.0 if stage is not None and not stage.is_last else _distance(paged, own)
 
 
 def _distance(rows: torch.Tensor, others: torch.Tensor) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -64,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 # transformers annotates these factories too loosely to be of use.
 _AUTO_MODEL: Any = AutoModelForCausalLM
+_GENERATION_CONFIG: Any = GenerationConfig
 _HF_LOGGING: Any = transformers_logging
 
 
@@ -160,7 +162,9 @@ def load_model(
         eos_token_ids = eos_token_ids_of(checkpoint, hf_config)
     if ranks is not None:
         revision = _same_revision(checkpoint, revision, ranks)
-    layers, num_logits = inspect_forward(model, checkpoint.path, read.stage, invariant)
+    layers, num_logits = inspect_forward(
+        model, checkpoint.path, read.stage, invariant, max_model_len=max_model_len
+    )
     if progress is not None:
         progress("probe", 1, 1)
     return LoadedModel(
@@ -260,6 +264,8 @@ def _loading_options(hf_config: PretrainedConfig, dtype: torch.dtype) -> dict[st
         # Reported, not tolerated: the error of transformers names no tensor.
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
+        # Not the folder's: what of it counts is read elsewhere, and transformers refuses whole models for it.
+        "generation_config": _GENERATION_CONFIG(),
     }
 
 

@@ -34,7 +34,7 @@ from specdec.model.quantization import (
     check_quantizable,
 )
 from specdec.model.rotary import RotaryRule, install, rule_of
-from specdec.model.support import kind_of, unsupported_reason
+from specdec.model.support import WHAT_CAN_BE, kind_of, unsupported_reason
 
 # transformers annotates these factories too loosely to be of use.
 _AUTO_MODEL: Any = AutoModelForCausalLM
@@ -68,7 +68,7 @@ def check_servable(config: ModelConfig) -> ModelOnPaper:
     _refuse_attention(folder, hf_config, config)
     max_model_len = resolve_max_model_len(config, hf_config)
     rotary = rule_of(hf_config, max_model_len)
-    model = _model_on_paper(folder, hf_config, config, rotary)
+    model = _model_on_paper(folder, hf_config, config, rotary, max_model_len)
     return ModelOnPaper(
         config=hf_config,
         model=model,
@@ -102,7 +102,7 @@ def install_rotary(folder: ModelFolder, model: PreTrainedModel, rotary: RotaryRu
     if rotary is not None and not install(model, rotary):
         raise CheckpointError(
             f"{folder.path}: model type {model.config.model_type} cannot be served: its rotary "
-            f"embedding of type {rotary.kind} is not transformers' usual one"
+            f"embedding of type {rotary.kind} is not transformers' usual one; {WHAT_CAN_BE}"
         )
 
 
@@ -119,11 +119,14 @@ def _refuse_unsupported(folder: ModelFolder, hf_config: PretrainedConfig, config
         return  # its class is only known once loaded; the attention probe has the last word
     if type(hf_config) not in _AUTO_MODEL._model_mapping:
         raise CheckpointError(
-            f"{folder.path}: {hf_config.model_type} is {kind_of(hf_config)}, not a causal language model"
+            f"{folder.path}: {hf_config.model_type} is {kind_of(hf_config)}, not a causal language model; "
+            f"{WHAT_CAN_BE}"
         )
     reason = unsupported_reason(hf_config, model_class_of(hf_config))
     if reason is not None:
-        raise CheckpointError(f"{folder.path}: model type {hf_config.model_type} cannot be served: {reason}")
+        raise CheckpointError(
+            f"{folder.path}: model type {hf_config.model_type} cannot be served: {reason}; {WHAT_CAN_BE}"
+        )
 
 
 def _refuse_stored_form(folder: ModelFolder) -> None:
@@ -152,7 +155,11 @@ def _refuse_attention(folder: ModelFolder, hf_config: PretrainedConfig, config: 
 
 
 def _model_on_paper(
-    folder: ModelFolder, hf_config: PretrainedConfig, config: ModelConfig, rotary: RotaryRule | None
+    folder: ModelFolder,
+    hf_config: PretrainedConfig,
+    config: ModelConfig,
+    rotary: RotaryRule | None,
+    max_model_len: int,
 ) -> PreTrainedModel:
     """Return the model without numbers, after refusing rotary embeddings and attention not supported."""
     made_of = f"{folder.path / 'config.json'} describes no {hf_config.model_type} that can be made"
@@ -165,7 +172,7 @@ def _model_on_paper(
     install_rotary(folder, model, rotary)
     if hf_config.model_type not in ADAPTED_MODEL_TYPES:
         adapt(model)
-        inspect_on_paper(model, folder.path)
+        inspect_on_paper(model, folder.path, max_model_len=max_model_len)
     return model
 
 

@@ -12,6 +12,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.model.adapters import ADAPTED_MODEL_TYPES, adapter_reason
 
+WHAT_CAN_BE = "docs/models.md says what can be served"
+"""Ends an error that refuses a model."""
+
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 _REFUSED_MODEL_TYPES = {
@@ -75,6 +78,11 @@ def _layer_reason(config: PretrainedConfig) -> str | None:
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in _ATTENTION_LAYER_TYPES:
             return f"it has layers of type {layer_type}, only full and sliding-window attention are supported"
+    if getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", ())):
+        return (
+            "it scales attention by the place of a token (attn_temperature_tuning), which its layers without "
+            "rotary embedding take to be the place in the forward, not in the text"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
         return "its layers share K/V (num_kv_shared_layers), which is not supported yet"
     # Of other values, `vision` (Gemma 4) is about the tokens of images alone, which are not served.

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.core.errors import ConfigError
 from specdec.model.config import QuantizationName
@@ -36,8 +38,27 @@ def early_exit(loaded: LoadedModel, exit_layer: int) -> LoadedModel:
         ConfigError: the model has not that many, or nothing would be left out, or its layers are not in one
             list.
     """
-    name = loaded.path.name
-    kept = LayerMap.of_model(loaded.config)
+    stack = check_exit(loaded.config, loaded.model, loaded.path.name, exit_layer)
+    first_layers = torch.nn.ModuleList(list(stack.layers)[: stack.num_kept])
+    model = _with_module(loaded.model, stack.name, first_layers)
+    return replace(loaded, model=model)  # `layers` stay those of the pool
+
+
+class ExitStack(NamedTuple):
+    """Where a model has its layers, and how many of them an early exit keeps."""
+
+    name: str
+    layers: torch.nn.ModuleList
+    num_kept: int
+
+
+def check_exit(config: PretrainedConfig, model: PreTrainedModel, folder: str, exit_layer: int) -> ExitStack:
+    """Return what an early exit keeps of a model, which may be on the meta device.
+
+    Raises:
+        ConfigError: as `early_exit`.
+    """
+    name, kept = Path(folder).name, LayerMap.of_model(config)
     if not 1 <= exit_layer < kept.num_original_layers:
         raise ConfigError(
             f"speculative_config.exit_layer: {exit_layer} does not leave out any of the "
@@ -48,14 +69,11 @@ def early_exit(loaded: LoadedModel, exit_layer: int) -> LoadedModel:
                 else "a model of one layer has no early exit"
             )
         )
-    num_layers = kept.exit_layers_for(exit_layer)
     try:
-        stack_name, stack = layer_stack(loaded.model)
+        stack_name, stack = layer_stack(model)
     except UnsupportedParallelism as error:
         raise ConfigError(f"speculative_config.method: layerskip does not go with {name}: {error}") from error
-    first_layers = torch.nn.ModuleList(list(stack)[:num_layers])
-    model = _with_module(loaded.model, stack_name, first_layers)
-    return replace(loaded, model=model)  # `layers` stay those of the pool
+    return ExitStack(stack_name, stack, kept.exit_layers_for(exit_layer))
 
 
 def with_fewer_bits(loaded: LoadedModel, name: QuantizationName) -> LoadedModel:
@@ -68,12 +86,7 @@ def with_fewer_bits(loaded: LoadedModel, name: QuantizationName) -> LoadedModel:
         ConfigError: torchao is missing, or the model cannot be quantized so.
     """
     require_torchao(name)
-    try:
-        check_quantizable(loaded.model, name)
-    except UnsupportedQuantization as error:
-        raise ConfigError(
-            f"speculative_config.quantization: {name} does not go with {loaded.path.name}: {error}"
-        ) from error
+    check_fewer_bits(loaded.model, loaded.path.name, name)
     hf_model: Any = loaded.model
     configs = [module.config for module in hf_model.modules() if hasattr(module, "config")]
     shared = {id(one): one for one in (*hf_model.parameters(), *hf_model.buffers(), loaded.config, *configs)}
@@ -81,6 +94,20 @@ def with_fewer_bits(loaded: LoadedModel, name: QuantizationName) -> LoadedModel:
     replace_layers(model, name, {})
     # What is drafted may depend on the batch: it is verified by a forward that does not.
     return replace(loaded, model=model, quantization=name, invariant=None)
+
+
+def check_fewer_bits(model: PreTrainedModel, folder: str, name: QuantizationName) -> None:
+    """Check that the linear layers of a model, which may be on the meta device, can be quantized to draft.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    try:
+        check_quantizable(model, name)
+    except UnsupportedQuantization as error:
+        raise ConfigError(
+            f"speculative_config.quantization: {name} does not go with {Path(folder).name}: {error}"
+        ) from error
 
 
 def _with_module(model: Any, name: str, module: torch.nn.Module) -> Any:

@@ -55,10 +55,7 @@ def open_corpus(config: RetrievalConfig, model: str) -> Corpus:
     Raises:
         ConfigError: there is no such corpus, nothing in it, or a file that cannot be read; names it.
     """
-    tokenizer_file = Path(model).expanduser() / "tokenizer.json"
-    if not tokenizer_file.is_file():
-        raise ConfigError(f"method retrieval tokenizes its corpus with {tokenizer_file}, which is missing")
-    files = _files_of(config)
+    tokenizer_file, files = corpus_files(config, model)
     kept = Path(config.cache_dir or DEFAULT_CACHE_DIR).expanduser() / _digest(tokenizer_file, files, config)
     if (corpus := _load(kept)) is not None:
         return corpus
@@ -70,6 +67,18 @@ def open_corpus(config: RetrievalConfig, model: str) -> Corpus:
         raise ConfigError(f"speculative_config.retrieval.path: there is no text in {config.path}")
     _keep(corpus, kept)
     return corpus
+
+
+def corpus_files(config: RetrievalConfig, model: str) -> tuple[Path, list[Path]]:
+    """Return the file of the tokenizer of the model folder `model`, and those of the corpus.
+
+    Raises:
+        ConfigError: one of them is missing; names it.
+    """
+    tokenizer_file = Path(model).expanduser() / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise ConfigError(f"method retrieval tokenizes its corpus with {tokenizer_file}, which is missing")
+    return tokenizer_file, _files_of(config)
 
 
 def _files_of(config: RetrievalConfig) -> list[Path]:

@@ -62,16 +62,17 @@ class GrammarState:
         grammar: Grammar,
         matcher: LLMatcher,
         eos_token_ids: Sequence[int],
-        num_mask_bytes: int,
+        vocab_size: int,
         mask_timeout_s: float,
     ) -> None:
-        """`matcher`, made of `grammar`, is this state's own from now on."""
+        """`matcher`, made of `grammar`, is this state's own from now on; `vocab_size` is the model's."""
         self.grammar = grammar
         self.failure: str | None = None
         """Why the stream cannot go on, if so."""
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._num_mask_bytes = num_mask_bytes
+        self._vocab_size = vocab_size
+        self._num_mask_bytes = -(-vocab_size // 8)
         self._mask: bytes | None = None
         """Of the committed tokens, once it is known."""
         self._mask_times = MaskTimes(mask_timeout_s)
@@ -121,7 +122,9 @@ class GrammarState:
             return Constrained((*kept, drafted[len(kept)]), (*masks, anything))
         # What is forced behind a token that was not kept is not forced here.
         for token_id in walker.compute_ff_tokens() if len(kept) < room and not is_ahead else ():
-            if len(kept) == room or not self._extend(walker, token_id, kept, masks):
+            # A tokenizer may know more tokens than the model has rows for.
+            is_foreign = token_id >= self._vocab_size
+            if len(kept) == room or is_foreign or not self._extend(walker, token_id, kept, masks):
                 break
         return Constrained(tuple(kept), tuple(masks))
 
@@ -345,7 +348,7 @@ class GrammarCompiler:
             grammar,
             self._matcher(grammar).deep_copy(),
             self._eos_token_ids,
-            -(-self._vocab_size // 8),
+            self._vocab_size,
             self._config.mask_timeout_s,
         )
         state.commit(token_ids)

@@ -127,6 +127,11 @@ def test_values_have_no_folder_that_paths_could_be_relative_to(speculative: dict
         ("- a\n", "must hold keys and values"),
         ("", "is empty"),
         ("target: 5\n", ":1: target: input should be a valid dictionary"),
+        ('target:\n  model: "a\\0b"\n', r":2: target.model: 'a\x00b' is no path: embedded null"),
+        ('target:\n  <<: {model: "a\\0b"}\n', r":1: target.model: 'a\x00b' is no path: embedded null"),
+        ("target:\n  model: ~nobody-at-all/m\n", ":2: target.model: '~nobody-at-all/m' is no path"),
+        ("target: &itself {model: m, cache: *itself}\n", "its blocks and lists are too deep in each other"),
+        ("target: " + 2000 * "[" + 2000 * "]" + "\n", "its blocks and lists are too deep in each other"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_with_their_place(tmp_path: Path, text: str, expected: str) -> None:

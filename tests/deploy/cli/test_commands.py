@@ -149,10 +149,12 @@ def test_the_summary_names_folders_as_one_types_them(
 
 def test_quantization_is_checked_and_summed_up(config: Path) -> None:
     text = config.read_text()
-    config.write_text(text.replace("{model:", "{quantization: int4-64, model:", 1))
+    config.write_text(text.replace("{model:", "{quantization: int4-32, model:", 1))
     code, stdout, _ = invoke("config", "validate", config)
     assert code == 0
-    assert "in float32, weights in int4-64, " in stdout
+    assert "in float32, weights in int4-32, " in stdout
+    config.write_text(text.replace("{model:", "{quantization: int4-64, model:", 1))
+    assert "groups of 64 do not divide" in user_error("config", "validate", config)
     config.write_text(text.replace("{model:", "{quantization: int5, model:", 1))
     message = user_error("config", "validate", config)
     assert "target.quantization" in message

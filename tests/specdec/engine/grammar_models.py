@@ -36,11 +36,13 @@ VOCAB_SIZE = 4112
 EOS = 0
 
 
-def save_byte_level_model(folder: Path, seed: int = 0, spread: float = 3.0) -> None:
+def save_byte_level_model(
+    folder: Path, seed: int = 0, spread: float = 3.0, vocab_size: int = VOCAB_SIZE
+) -> None:
     """Save a random model with the demo family's tokenizer."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,

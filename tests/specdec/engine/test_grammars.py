@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,11 +21,20 @@ import pytest
 
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar, GrammarKind, SamplingParams
+from specdec.engine.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.engine.offline import choice_requests
 from specdec.sampling.config import GrammarConfig
 from specdec.sampling.grammar import Constrained, ConstrainedTree, GrammarCompiler, GrammarState
 from specdec.sampling.grammar_library import compile_matcher
-from tests.specdec.engine.grammar_models import EOS, VOCAB_SIZE, GrammarModels, models, token_of
+from tests.specdec.engine.grammar_models import (
+    EOS,
+    VOCAB_SIZE,
+    GrammarModels,
+    models,
+    save_byte_level_model,
+    token_of,
+)
 from tests.specdec.engine.grammars_of_all_kinds import GRAMMARS, PROMPTS, SCHEMA, params_of, streams
 from tests.specdec.engine.toy_engines import tokens_of
 
@@ -352,7 +362,7 @@ def test_a_busy_machine_ends_no_request() -> None:
             return True
 
     matcher: Any = Starved()
-    state = GrammarState(Grammar("choice", '["a"]'), matcher, (), 1, mask_timeout_s=0.02)
+    state = GrammarState(Grammar("choice", '["a"]'), matcher, (), 8, mask_timeout_s=0.02)
     assert state.allowed_after(()) == b"\xff"
     assert state.failure is None
 
@@ -391,8 +401,8 @@ class Walker:
         return True
 
 
-def state_over(walker: Any, mask_timeout_s: float = 10.0) -> GrammarState:
-    return GrammarState(Grammar("choice", '["a"]'), walker, (), 1, mask_timeout_s)
+def state_over(walker: Any, mask_timeout_s: float = 10.0, vocab_size: int = 8) -> GrammarState:
+    return GrammarState(Grammar("choice", '["a"]'), walker, (), vocab_size, mask_timeout_s)
 
 
 def test_nothing_is_forced_behind_a_token_that_was_not_kept() -> None:
@@ -401,6 +411,28 @@ def test_nothing_is_forced_behind_a_token_that_was_not_kept() -> None:
     assert state.constrain([7, 6, 5], 5).token_ids == (7,)
     assert state.constrain([7], 5).token_ids == (7,), "the second cannot be kept, forced or drafted"
     assert state.failure is None
+
+
+def test_what_the_model_has_no_row_for_is_not_forced() -> None:
+    """A tokenizer may know more tokens than the model."""
+    for vocab_size, expected in ((3, (1, 1, 2)), (2, (1, 1))):
+        assert state_over(Walker(), vocab_size=vocab_size).constrain([1, 1], 3).token_ids == expected
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_ends_a_request_at_most(tmp_path: Path) -> None:
+    """One of 300 tokens, all bytes among them, whose grammar forces a word that is one of the others."""
+    save_byte_level_model(tmp_path, vocab_size=300)
+    config = {"target": {"model": str(tmp_path)}, "speculative_config": {"controller": "fixed"}}
+    params = SamplingParams(max_tokens=8, seed=1)
+    with Engine(EngineConfig.model_validate({**config, "cache": {"num_blocks": 16}})) as engine:
+        expected = engine.generate([[7, 8, 9]], params)[0]
+        words = Grammar("choice", '["1 return value", "2 return value"]')
+        forced = msgspec.structs.replace(params, grammar=words)
+        (choice,) = engine.generate([[7, 8, 9]], forced)[0].choices
+        assert choice.text in ("1", "2")
+        assert choice.error is not None
+        assert "forbids every token" in choice.error
+        assert engine.generate([[7, 8, 9]], params)[0].token_ids == expected.token_ids
 
 
 def test_what_was_sampled_is_not_followed_by_anything_at_all() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -280,7 +282,7 @@ def generation_config(content: str) -> Callable[[Path], None]:
         (config_of(num_hidden_layers=0), r"it has no layers"),
         (config_of(num_hidden_layers=40), r"they hold \d+ parameters, the model needs \d+"),
         (config_of(max_position_embeddings=1), r"max_position_embeddings is 1"),
-        (generation_config("[]"), r"the weights cannot be loaded: .*mapping"),
+        (generation_config("[]"), r"generation_config\.json must hold a JSON object, not list"),
         (generation_config('{"eos_token_id": [null]}'), r"generation_config\.json: eos_token_id must be"),
         (generation_config('{"eos_token_id": "</s>"}'), r"generation_config\.json: eos_token_id must be"),
     ],
@@ -292,6 +294,49 @@ def test_a_broken_folder_is_refused_by_name(
     with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
         load(folder)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_return_sequences": 4},
+        {"max_new_tokens": -5},
+        {"cache_implementation": "not of this version"},
+        {"watermarking_config": {"of": "another version"}},
+    ],
+)
+def test_what_transformers_would_generate_with_is_no_reason(folder: Path, said: dict[str, Any]) -> None:
+    """None of it counts here, and from_pretrained refuses whole models for it."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 7, **said}))
+    with pytest.raises((ValueError, TypeError)):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert load(folder).eos_token_ids == (0, 7)
+
+
+def test_ends_of_text_that_the_vocabulary_does_not_have_are_left_aside(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(folder, eos_token_id=[VOCAB_SIZE - 1, VOCAB_SIZE])
+    (folder / "generation_config.json").write_text('{"eos_token_id": -1}')
+    assert load(folder).eos_token_ids == (VOCAB_SIZE - 1,)
+    assert f"eos_token_id names -1, {VOCAB_SIZE}, which the vocabulary of {VOCAB_SIZE} tokens" in caplog.text
+    assert read_facts(ModelConfig(model=str(folder))).eos_token_ids == (VOCAB_SIZE - 1,)
+
+
+def test_what_the_system_says_of_files_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match=r"model folder x+ cannot be read: File name too long"):
+        load(Path("x" * 5000))
+
+    def forbidden(path: Path, *args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for method, what in (("open", "the weights in"), ("is_dir", "model folder")):
+        with monkeypatch.context() as patch:
+            # What pathlib itself opens by this name is read before.
+            patch.setattr("specdec.model.checkpoint.read_json", lambda file: {"model_type": "llama"})
+            patch.setattr(Path, method, forbidden)
+            with pytest.raises(CheckpointError, match=f"{what} .* cannot be read: Permission denied"):
+                open_checkpoint(folder)
 
 
 def test_pickled_shards_can_be_converted_as_it_is_said(folder: Path) -> None:
@@ -375,6 +420,16 @@ SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers
         (
             transformers.Llama4TextConfig(**SMALL, num_attention_heads=2),
             "llama4_text cannot be served: .*chunked_attention",
+        ),
+        (
+            transformers.Llama4TextConfig(
+                **SMALL,
+                num_attention_heads=2,
+                layer_types=["full_attention"] * 2,
+                no_rope_layers=[1, 0],
+                attn_temperature_tuning=True,
+            ),
+            "llama4_text cannot be served: it scales attention by the place .*; docs/models.md says what can",
         ),
         (
             transformers.Gemma3TextConfig(
@@ -504,20 +559,40 @@ def test_one_whose_window_nobody_tells_of_is_refused(
     assert [layer.sliding_window for layer in load(folder, dtype=dtype).layers] == [window, window]
     monkeypatch.setattr("specdec.attention.hf._WINDOW_IN_MASK_ALONE", frozenset())
     message = (
-        "logits differ from its own" if window == 8 else "window shows in the mask of its attention alone"
+        "logits differ from its own" if window == 8 else "window shows either in the mask of its attention"
     )
     with pytest.raises(CheckpointError, match=f"phimoe cannot be served: .*{message}"):
-        load(folder, dtype=dtype)
+        load(folder, dtype=dtype, max_model_len=window)
 
 
-def test_a_window_without_effect_is_no_reason(folder: Path) -> None:
+def test_a_window_that_only_the_layers_have_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is longer than the tokens of the ordinary comparison."""
     save_untested(folder)
     edit_config(folder, sliding_window=40)
-    loaded = load(folder)
+    monkeypatch.setattr("specdec.attention.hf._WINDOW_IN_MASK_ALONE", frozenset({"olmo"}))
+    with pytest.raises(CheckpointError, match=r"olmo cannot be served: its sliding window shows either"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keys", [{}, {"layer_types": ["sliding_attention"] * 3}])
+@pytest.mark.parametrize("is_tested", [False, True])
+def test_a_window_that_only_transformers_cache_keeps_bounds_the_length(
+    folder: Path, is_tested: bool, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward over a whole text says something else than `generate`, behind the window."""
+    if not is_tested:
+        save_untested(folder)
+        keys = {name: value[:2] for name, value in keys.items()}
+    edit_config(folder, sliding_window=40, **keys)
+    loaded = load(folder, max_model_len=40)
+    assert [layer.sliding_window for layer in loaded.layers] == [None] * len(loaded.layers)
     assert loaded.model.config.sliding_window == 40
-    assert masked_window_error(loaded.model, loaded.layers) == 0.0
+    assert masked_window_error(loaded.model, loaded.layers) < 1e-5
     assert loaded.model.config.sliding_window == 40
     assert loaded.model.config._attn_implementation == ATTENTION_NAME
+    monkeypatch.setattr("specdec.model.loader._read_weights", None)
+    with pytest.raises(CheckpointError, match=r"layer 0 attends to all tokens, .*set max_model_len to 40"):
+        load(folder, max_model_len=41)
 
 
 # ------------------------------------------------------------------------------------------- settings

@@ -1,0 +1,56 @@
+"""All that can be told of an engine's models without their weights, in the words of those who load them.
+
+For whoever checks a configuration: it takes seconds, and the memory of no model. Whether heads fit their
+target is left to who loads them, and so is what depends on the machine (devices, packages, memory).
+"""
+
+from __future__ import annotations
+
+from specdec.engine.config import EngineConfig
+from specdec.engine.text.tokenizer import build_tokenizer
+from specdec.model.config import ModelConfig
+from specdec.model.facts import read_facts
+from specdec.model.on_paper import ModelOnPaper, check_servable
+from specdec.model.stored_shapes import check_stored_shapes
+from specdec.model.views import check_exit, check_fewer_bits
+from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.corpus import corpus_files
+from specdec.proposers.draft_model_factory import draft_model_config
+from specdec.proposers.target_facts import TargetFacts
+
+
+def check_on_paper(config: EngineConfig) -> None:
+    """Check that target and drafters are of kinds that can be run as configured, and that weights fit them.
+
+    Raises:
+        CheckpointError: a model cannot be served, divided or quantized so, its files are not those that its
+            config.json describes, or its tokenizer cannot be loaded.
+        ConfigError: a draft cannot be had of such a target, or there is no corpus to look it up in.
+    """
+    paper = _check_model(config.target)
+    facts = read_facts(config.target)
+    build_tokenizer(config)
+    target = TargetFacts(
+        vocab_size=facts.vocab_size, dtype=facts.dtype, max_num_seqs=config.scheduler.max_num_seqs
+    )
+    for drafter in config.speculative_config.every_drafter:
+        _check_drafter(drafter, config.target, paper, target)
+
+
+def _check_model(config: ModelConfig) -> ModelOnPaper:
+    paper = check_servable(config)
+    check_stored_shapes(config)
+    return paper
+
+
+def _check_drafter(
+    drafter: SpeculativeConfig, model: ModelConfig, paper: ModelOnPaper, target: TargetFacts
+) -> None:
+    if drafter.method == "draft_model":
+        _check_model(draft_model_config(drafter, target))
+    elif drafter.method == "retrieval" and drafter.retrieval is not None:
+        corpus_files(drafter.retrieval, model.model)
+    elif drafter.method == "layerskip" and drafter.exit_layer is not None:
+        check_exit(paper.config, paper.model, model.model, drafter.exit_layer)
+    elif drafter.method == "quantized" and drafter.quantization is not None:
+        check_fewer_bits(paper.model, model.model, drafter.quantization)
