@@ -123,7 +123,7 @@ def _check_models(engine: EngineConfig) -> None:
     for drafter in drafters:
         if not drafter.has_heads:
             # The worker may well ask for less: shapes do not depend on it.
-            check_stored_shapes(ModelConfig(model=str(drafter.model)))
+            check_stored_shapes(ModelConfig(model=str(drafter.model)), is_draft=True)
 
 
 def parse_arguments(args: Mapping[str, Any]) -> ServeArguments:

@@ -40,7 +40,7 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
         from specdec.model.on_paper import check_servable
         from specdec.proposers.draft_model_factory import draft_model_config
 
-        check_servable(draft_model_config(speculative, _facts_of_folder(config)))
+        check_servable(draft_model_config(speculative, _facts_of_folder(config)), is_draft=True)
     size = speculative.draft_tensor_parallel_size
     with leading("draft", config, size, speculative.device, ranks) as (group, followers):
         return LeadingProposer(build_draft_part(config, group), group, followers)

@@ -164,10 +164,12 @@ def _dtype_of_weights(checkpoint: Checkpoint) -> Any:
     return None
 
 
-def eos_token_ids_of(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tuple[int, ...]:
+def eos_token_ids_of(
+    checkpoint: Checkpoint, hf_config: PretrainedConfig, *, warns: bool = False
+) -> tuple[int, ...]:
     """Sorted ids that end a text, from generation_config.json and config.json.
 
-    One that the vocabulary does not have can never come, and is left aside.
+    One that the vocabulary does not have can never come, and is left aside: with `warns`, not silently.
     """
     found: set[int] = set()
     # A model of text and images may say at the top alone what ends a turn (Gemma 3).
@@ -185,7 +187,7 @@ def eos_token_ids_of(checkpoint: Checkpoint, hf_config: PretrainedConfig) -> tup
     if not isinstance(vocab_size, int):
         return tuple(sorted(found))
     kept = tuple(sorted(one for one in found if 0 <= one < vocab_size))
-    if len(kept) < len(found):
+    if warns and len(kept) < len(found):
         logger.warning(
             "%s: eos_token_id names %s, which the vocabulary of %d tokens does not have: left aside",
             checkpoint.path,

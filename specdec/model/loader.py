@@ -108,12 +108,16 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, progress: LoadProgress | None = None, ranks: RankGroup | None = None
+    config: ModelConfig,
+    progress: LoadProgress | None = None,
+    ranks: RankGroup | None = None,
+    *,
+    is_draft: bool = False,
 ) -> LoadedModel:
     """Load the model of `config`, and set this process's thread count when `config` gives one.
 
     With `ranks`, every rank calls this at the same time, reads its part of the weights, and raises when any
-    of them cannot load.
+    of them cannot load. `is_draft` as in `check_servable`.
 
     Raises:
         CheckpointError: the folder or a file in it is missing, corrupt or of an unsupported kind; the
@@ -130,7 +134,7 @@ def load_model(
         if config.quantization is not None:
             _require_quantization(config.quantization, ranks)
         # What cannot be served says so by name, even where the weights are damaged or not there yet.
-        on_paper = check_servable(config)
+        on_paper = check_servable(config, is_draft=is_draft)
         hf_config, max_model_len = on_paper.config, on_paper.max_model_len
         rotary, stages = on_paper.rotary, on_paper.stages
         checkpoint = open_checkpoint(config.model)
@@ -159,11 +163,11 @@ def load_model(
         install_rotary(checkpoint, model, rotary)
         if invariant is not None:
             _make_invariant(model, invariant, grid)
-        eos_token_ids = eos_token_ids_of(checkpoint, hf_config)
+        eos_token_ids = eos_token_ids_of(checkpoint, hf_config, warns=True)
     if ranks is not None:
         revision = _same_revision(checkpoint, revision, ranks)
     layers, num_logits = inspect_forward(
-        model, checkpoint.path, read.stage, invariant, max_model_len=max_model_len
+        model, checkpoint.path, read.stage, invariant, max_model_len=None if is_draft else max_model_len
     )
     if progress is not None:
         progress("probe", 1, 1)

@@ -54,8 +54,11 @@ class ModelOnPaper:
     """None: it is not divided into stages."""
 
 
-def check_servable(config: ModelConfig) -> ModelOnPaper:
+def check_servable(config: ModelConfig, *, is_draft: bool = False) -> ModelOnPaper:
     """Check all that can be told of a model, and how `config` divides it, without looking at its weights.
+
+    A draft model (`is_draft`) may attend to more than transformers keeps of a text: what its own `generate`
+    would say is no standard, for the target has the last word.
 
     Raises:
         CheckpointError: the folder has no readable config.json, or describes a model that cannot be served,
@@ -68,7 +71,7 @@ def check_servable(config: ModelConfig) -> ModelOnPaper:
     _refuse_attention(folder, hf_config, config)
     max_model_len = resolve_max_model_len(config, hf_config)
     rotary = rule_of(hf_config, max_model_len)
-    model = _model_on_paper(folder, hf_config, config, rotary, max_model_len)
+    model = _model_on_paper(folder, hf_config, config, rotary, None if is_draft else max_model_len)
     return ModelOnPaper(
         config=hf_config,
         model=model,
@@ -159,7 +162,7 @@ def _model_on_paper(
     hf_config: PretrainedConfig,
     config: ModelConfig,
     rotary: RotaryRule | None,
-    max_model_len: int,
+    max_model_len: int | None,
 ) -> PreTrainedModel:
     """Return the model without numbers, after refusing rotary embeddings and attention not supported."""
     made_of = f"{folder.path / 'config.json'} describes no {hf_config.model_type} that can be made"

@@ -19,12 +19,12 @@ from specdec.model.on_paper import check_servable
 from specdec.model.stored_tensors import named_tensors
 
 
-def check_stored_shapes(config: ModelConfig) -> None:
+def check_stored_shapes(config: ModelConfig, *, is_draft: bool = False) -> None:
     """Compare what is stored with what the model needs. Reads no weights, and needs no device.
 
     What is stored in another form than it is used in (experts one by one) counts as there, whatever its
     shape; and a model with code of its own is left to its worker. So what passes may yet fail to load, but
-    what can be loaded passes.
+    what can be loaded passes. `is_draft` as in `check_servable`.
 
     Raises:
         CheckpointError: a tensor is missing, quantised or has another shape, or the model cannot be served;
@@ -35,7 +35,7 @@ def check_stored_shapes(config: ModelConfig) -> None:
         return
     # What needs packages or a device is told where the model runs: they may not be here.
     config = config.model_copy(update={"attention_backend": "auto", "quantization": None})
-    model: Any = check_servable(config).model
+    model: Any = check_servable(config, is_draft=is_draft).model
     checkpoint = open_checkpoint(config.model)
     check_stored_dtypes(checkpoint, model)
     needed = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -59,7 +59,7 @@ def load_draft_model(
             trust_draft_code=config.trust_remote_code,
             trust_target_code=target.trust_remote_code,
         )
-    loaded = load_model(draft_model_config(config, target), None, ranks)
+    loaded = load_model(draft_model_config(config, target), None, ranks, is_draft=True)
     if ranks is None:
         return make_draft_model_proposer(loaded, config, target)
     assert loaded.vocab is not None

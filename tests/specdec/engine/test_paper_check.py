@@ -32,8 +32,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bloom = transformers.BloomConfig(vocab_size=128, hidden_size=32, n_layer=2, n_head=2)
     transformers.AutoModelForCausalLM.from_config(bloom).save_pretrained(folder / "bloom")
     make_tokenizer().save_pretrained(folder / "bloom")
-    for name in ("mute", "unending"):
+    for name in ("mute", "unending", "windowed"):
         save_model(folder / name)
+    windowed = folder / "windowed" / "config.json"
+    windowed.write_text(json.dumps(json.loads(windowed.read_text()) | {"sliding_window": 64}))
     (folder / "mute" / "tokenizer_config.json").write_text("[")
     (folder / "unending" / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
     return folder
@@ -62,6 +64,8 @@ NONE: dict[str, Any] = {"method": "none"}
         ({"max_model_len": 256, "quantization": "int4"}, {"method": "ngram"}),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, NONE),
         ({"model": "experts"}, {"method": "draft_model", "model": "draft", "quantization": "int8"}),
+        ({}, {"method": "draft_model", "model": "windowed"}),
+        ({"model": "windowed", "max_model_len": 64}, NONE),
         ({}, {"method": "layerskip", "exit_layer": 2}),
         ({}, {"method": "quantized", "quantization": "int4"}),
     ],
@@ -82,6 +86,8 @@ def test_what_can_be_run_passes(folders: Path, target: dict[str, Any], speculati
         ({"max_model_len": 257}, NONE, "max_model_len = 257 exceeds the 256 positions"),
         ({}, {"method": "draft_model", "model": "bloom"}, "bloom cannot be served"),
         ({}, {"method": "draft_model", "model": "lacking"}, "lacking: the weights lack 1 tensors"),
+        ({}, {"method": "draft_model", "model": "mute"}, "mute has no tokenizer that can be loaded"),
+        ({"model": "windowed"}, NONE, "transformers keeps the last 64 of them .*: set max_model_len to 64"),
         (
             {},
             {"method": "layerskip", "exit_layer": 3},
@@ -113,6 +119,12 @@ def test_what_cannot_is_refused_as_by_who_loads_it(
     with pytest.raises(UserError, match=f"(?s){message}") as checking:
         check_on_paper(config)
     assert type(checking.value) is type(loading.value)
+
+
+@pytest.mark.usefixtures("threads_as_before")
+def test_a_draft_model_may_look_further_than_its_own_generate(folders: Path) -> None:
+    config = config_of(folders, {}, {"method": "draft_model", "model": "windowed"})
+    build_parts(config)
 
 
 @pytest.mark.parametrize(
