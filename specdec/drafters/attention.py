@@ -97,6 +97,8 @@ def drafter_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function in the signature of `transformers`; [1 or B, H, T, D] -> [1 or B, T, H, D]."""
     if not isinstance(paged, RowAttention):
+        if sliding_window is None:
+            sliding_window = _window_by_type(module)
         return paged_attention(
             module,
             query,
@@ -119,6 +121,18 @@ def drafter_attention(
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = paged.attend(layer_idx, query, key, value, factor)
     return rows.transpose(1, 2).contiguous(), None
+
+
+def _window_by_type(module: torch.nn.Module) -> int | None:
+    """Return the window that a layer's kind gives it, also where its code knows none.
+
+    Speculators trains layers of a Llama so, and has the window in masks of its own.
+    """
+    config: Any = getattr(module, "config", None)
+    kinds, layer_idx = getattr(config, "layer_types", None) or (), getattr(module, "layer_idx", 0)
+    is_windowed = layer_idx < len(kinds) and kinds[layer_idx] == "sliding_attention"
+    window: int | None = getattr(config, "sliding_window", None) if is_windowed else None
+    return window
 
 
 AttentionInterface.register(DRAFTER_ATTENTION, drafter_attention)
