@@ -32,7 +32,7 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
     """
     speculative = config.speculative_config
     if speculative.draft_tensor_parallel_size == 1 and ranks is None:
-        return create_proposer(speculative, _facts_of_folder(config))
+        return create_proposer(speculative, facts_of_folder(config))
     from specdec.engine.ranks.launch import leading
     from specdec.engine.ranks.leader import LeadingProposer
 
@@ -40,7 +40,7 @@ def build_draft_proposer(config: EngineConfig, ranks: RankGroup | None = None) -
         from specdec.model.on_paper import check_servable
         from specdec.proposers.draft_model_factory import draft_model_config
 
-        check_servable(draft_model_config(speculative, _facts_of_folder(config)), is_draft=True)
+        check_servable(draft_model_config(speculative, facts_of_folder(config)), is_draft=True)
     size = speculative.draft_tensor_parallel_size
     with leading("draft", config, size, speculative.device, ranks) as (group, followers):
         return LeadingProposer(build_draft_part(config, group), group, followers)
@@ -55,7 +55,7 @@ def build_draft_part(config: EngineConfig, ranks: RankGroup) -> DraftModelPropos
     """
     from specdec.proposers.draft_model_factory import load_draft_model
 
-    return load_draft_model(config.speculative_config, _facts_of_folder(config), ranks)
+    return load_draft_model(config.speculative_config, facts_of_folder(config), ranks)
 
 
 def build_remote_heads(config: EngineConfig) -> LoadedDrafter:
@@ -116,7 +116,7 @@ def draft_checkpoint(config: EngineConfig) -> DraftCheckpoint:
     """
     from specdec.proposers.draft_model_factory import draft_model_config
 
-    facts = _facts_of_folder(config)
+    facts = facts_of_folder(config)
     model = draft_model_config(config.speculative_config, facts)
     return DraftCheckpoint(
         folder=Path(model.model).expanduser(), dtype=model.dtype, vocab_size=facts.vocab_size
@@ -142,7 +142,12 @@ def longest_draft_message(config: EngineConfig) -> int | None:
     )
 
 
-def _facts_of_folder(config: EngineConfig) -> TargetFacts:
+def facts_of_folder(config: EngineConfig) -> TargetFacts:
+    """Return what a drafter has to know of the target, from its folder: nothing of it is loaded.
+
+    Raises:
+        UserError: as `read_facts`.
+    """
     from specdec.model.facts import read_facts
 
     facts = read_facts(config.target)

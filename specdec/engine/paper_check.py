@@ -7,10 +7,10 @@ not here, and what depends on the machine (devices, packages, memory).
 
 from __future__ import annotations
 
+from specdec.engine.build_drafter import facts_of_folder
 from specdec.engine.config import EngineConfig
 from specdec.engine.text.tokenizer import build_tokenizer
 from specdec.model.config import ModelConfig
-from specdec.model.facts import read_facts
 from specdec.model.on_paper import ModelOnPaper, check_servable
 from specdec.model.stored_shapes import check_stored_shapes
 from specdec.model.views import check_exit, check_fewer_bits
@@ -29,15 +29,8 @@ def check_on_paper(config: EngineConfig) -> None:
         ConfigError: a draft cannot be had of such a target, or there is no corpus to look it up in.
     """
     paper = _check_model(config.target)
-    facts = read_facts(config.target)
+    target = facts_of_folder(config)
     build_tokenizer(config)
-    target = TargetFacts(
-        vocab_size=facts.vocab_size,
-        dtype=facts.dtype,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        model=config.target.model,
-        trust_remote_code=config.target.trust_remote_code,
-    )
     for drafter in config.speculative_config.every_drafter:
         _check_drafter(drafter, config.target, paper, target)
 
