@@ -224,7 +224,8 @@ class Bench:
             self._engine.decode(batch, controller, plan.warm_s)
         runs = Runs()
         for number in range(plan.pairs):
-            batch = self._batch(cell, prompts, number)
+            # All variants of a turn write the same texts.
+            batch = replace(self._batch(cell, prompts, number), seed=number)
             runs.turns.take(self._variants(batch, best, best_ordinary, controller))
             runs.parts.append(least_stolen(partial(self._parts, cell, best.num_draft_tokens)).result)
             tick()

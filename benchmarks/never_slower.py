@@ -20,7 +20,9 @@ The fixed settings are k = 0, 1, 2, 4, 8 in lockstep, and in two groups ping_pon
 draft_ahead with k = 2, 4 and one or four continuations prepared. A cell fails where the ratio is below 0.97
 with 95 % confidence, which is to say that its upper bound is. The pairs of one controller share what it
 happened to learn: a cell that would fail is measured with up to two more controllers that begin anew, and all
-pairs count. Turns that others on the same machine have disturbed are taken again (`benchmarks.stolen`).
+pairs count. All variants of a turn draw verdicts from the same seeds, other ones in each turn: which of some
+twenty drafts stand is luck, and should favour nobody. Turns that others on the same machine have disturbed are
+taken again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations
@@ -202,7 +204,7 @@ class Bench:
             self._decode(batch, controller, plan.warm_s)
             tick()
             for _ in range(plan.pairs):
-                turns.take(self._variants(batch, best, controller))
+                turns.take(self._variants(replace(batch, seed=turns.number), best, controller))
                 tick()
             chosen.append(_summary_of(controller.state))
         return {

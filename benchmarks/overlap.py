@@ -159,8 +159,8 @@ FULL = Plan(
 QUICK = Plan(
     drafts=(DraftPlan(shape=_EQUAL, cells=_grid((1, 16), (0.0,), (0.95,))),),
     rounds=2,
-    num_tokens=48,
-    coordinator_num_tokens=48,
+    num_tokens=32,
+    coordinator_num_tokens=24,
 )
 
 _MISS_HITS = (0.35, 0.51, 0.63, 0.68, 0.72, 0.75, 0.78, 0.81)

@@ -22,13 +22,17 @@ class Turns:
     stolen: dict[str, list[float]] = field(default_factory=dict)
     """Share of our cores' time that others had meanwhile."""
 
+    @property
+    def number(self) -> int:
+        """Of the next turn: how many were taken."""
+        return max(map(len, self.counted.values()), default=0)
+
     def take(self, variants: Mapping[str, Callable[[], Counted]]) -> None:
         """Have every variant decode once: in their order, the next time in the opposite one (ABBA).
 
         A turn that neighbours of a virtual machine have disturbed is taken again at once.
         """
-        num_taken = max(map(len, self.counted.values()), default=0)
-        for name in list(variants)[:: 1 if num_taken % 2 == 0 else -1]:
+        for name in list(variants)[:: 1 if self.number % 2 == 0 else -1]:
             measured = least_stolen(variants[name])
             self.counted.setdefault(name, []).append(measured.result)
             self.stolen.setdefault(name, []).append(measured.stolen)

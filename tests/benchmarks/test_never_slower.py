@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import typer
 from rich.console import Console
 from scipy import stats
 
-from benchmarks.deployments import ExchangedController, Setting
+from benchmarks.deployments import Deployment, ExchangedController, Setting
 from benchmarks.load_step import StepPlan, play
 from benchmarks.load_step import summarise as summarise_step
 from benchmarks.never_slower import (
     FULL,
     QUICK,
+    Bench,
     Cell,
     fails_anywhere,
     failures_of,
@@ -92,6 +94,30 @@ def test_variants_take_turns_in_both_directions(monkeypatch: pytest.MonkeyPatch)
     assert "".join(order) == "abccbaabc"
     assert turns.rates("c", "d") == {"c": (3.0, 4.0, 9.0)}
     assert turns.ratio("a", "b").values == (1 / 2, 6 / 5, 7 / 8)
+
+
+def test_variants_of_a_turn_draw_verdicts_from_the_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: dict[int | None, int] = {}
+
+    def decode(engine: None, batch: Batch, seconds: float, *, is_cold: bool = False) -> Counted:
+        seeds[batch.seed] = seeds.get(batch.seed, 0) + 1
+        return Counted(num_tokens=10, seconds=1.0)
+
+    monkeypatch.setattr("benchmarks.never_slower.decode_for", decode)
+    monkeypatch.setattr("benchmarks.stolen.stolen_seconds", lambda: 0.0)
+    deployment = SimpleNamespace(
+        synthetic=SimpleNamespace(acceptance=None),
+        settings=(Setting(num_draft_tokens=2),),
+        exchanged=ExchangedController(),
+        engine=None,
+        controller=lambda: FixedController(1),
+    )
+    bench = Bench(QUICK, cast("Deployment", deployment), ())
+    monkeypatch.setattr(bench, "_prompts", lambda cell: ((1,),))
+    bench.cell(QUICK.cells[0], lambda: None)
+    num_unpaired = seeds.pop(None)
+    assert num_unpaired > 0
+    assert seeds == dict.fromkeys(range(QUICK.pairs), 3)
 
 
 def test_a_cell_fails_only_where_it_is_slower_for_sure() -> None:

@@ -25,9 +25,9 @@ _DECISION_S, _DECISION_S_PER_SEQUENCE = 0.08, 0.004
 """After so many seconds a decision is thought over, if there were enough rounds."""
 _HEARD_EVERY_S = 0.03
 """Costs are learnt from one round in so many seconds."""
-_SHARE_OF_DECIDING, _SHARE_OF_LEARNING = 0.005, 0.004
+_SHARE_OF_DECIDING, _SHARE_OF_LEARNING = 0.0025, 0.002
 """Both are done less often where that would take more of the time than this."""
-_HASTE = 4.0
+_HASTE = 8.0
 """While much is new they may take so many times as much, out of what they have saved
 (`TimeBudget.has_saved`)."""
 _CALMER, _CALMEST = 1.3, 4.0
