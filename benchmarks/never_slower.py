@@ -19,10 +19,10 @@ counts: prompts lie in the cache.
 The fixed settings are k = 0, 1, 2, 4, 8 in lockstep, and in two groups ping_pong with k = 2, 4, 8 and
 draft_ahead with k = 2, 4 and one or four continuations prepared. A cell fails where the ratio is below 0.97
 with 95 % confidence, which is to say that its upper bound is. The pairs of one controller share what it
-happened to learn: a cell that would fail is measured with up to two more controllers that begin anew, and all
-pairs count. All variants of a turn draw verdicts from the same seeds, other ones in each turn: which of some
-twenty drafts stand is luck, and should favour nobody. Turns that others on the same machine have disturbed are
-taken again (`benchmarks.stolen`).
+happened to learn: a cell that would fail is measured with up to two more controllers (`--quick`: one) that
+begin anew, and all pairs count. All variants of a turn draw verdicts from the same seeds, other ones in each
+turn: which of some twenty drafts stand is luck, and should favour nobody. Turns that others on the same machine
+have disturbed are taken again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ from specdec.scheduling.speculation.controller import SpeculationController
 from specdec.scheduling.speculation.explanation import ControllerState
 
 _PLAIN = Setting(num_draft_tokens=0)
-_MOST_CONTROLLERS = 3
 _NUM_CORES = 2
 """As many in one process as in two groups of one each."""
 
@@ -95,6 +94,8 @@ class Plan:
     """The first seconds of the controller, and those after them."""
     warm_s: float
     """Decoding of the controller before it is measured."""
+    most_controllers: int = 3
+    """That begin anew in a cell, one after the other, as long as it would fail."""
     num_tokens: int = 192
     target_parameters: float = 26e6
 
@@ -153,10 +154,11 @@ QUICK = Plan(
     ),
     steps=((_COLOCATED, StepPlan(repeats=1)),),
     pairs=6,
-    block_s=0.6,
-    try_s=0.2,
-    cold_s=(1.0, 2.0),
+    block_s=0.5,
+    try_s=0.15,
+    cold_s=(1.0, 1.0),
     warm_s=2.0,
+    most_controllers=2,
 )
 
 
@@ -198,7 +200,7 @@ class Bench:
         colds: list[dict[str, Any]] = []
         chosen: list[dict[str, Any]] = []
         turns = Turns()
-        while not colds or (len(colds) < _MOST_CONTROLLERS and fails_anywhere(summarise(turns))):
+        while not colds or (len(colds) < plan.most_controllers and fails_anywhere(summarise(turns))):
             controller = deployment.controller()
             colds.append(self._cold(batch, controller))
             self._decode(batch, controller, plan.warm_s)
