@@ -21,8 +21,8 @@ draft_ahead with k = 2, 4 and one or four continuations prepared. A cell fails w
 with 95 % confidence, which is to say that its upper bound is. The pairs of one controller share what it
 happened to learn: a cell that would fail is measured with up to two more controllers (`--quick`: one) that
 begin anew, and all pairs count. All variants of a turn draw verdicts from the same seeds, other ones in each
-turn: which of some twenty drafts stand is luck, and should favour nobody. Turns that others on the same machine
-have disturbed are taken again (`benchmarks.stolen`).
+turn: which of some twenty drafts stand is luck, and should favour nobody. Turns that others on the same
+machine have disturbed are taken again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations
