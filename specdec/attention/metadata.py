@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -158,17 +159,24 @@ def build_metadata(
 
 
 def slots_of(slices: Sequence[RowSlice], *, block_size: int) -> torch.Tensor:
-    """Return `AttentionMetadata.slot_mapping` of `build_metadata` alone, int64 [T], on the host.
+    """Return `AttentionMetadata.slot_mapping` of `build_metadata` alone, int64 [T], on the host."""
+    return torch.tensor(slot_list(slices, block_size=block_size), dtype=torch.long)
+
+
+def slot_list(
+    slices: Sequence[RowSlice], *, block_size: int, num_more: Sequence[int] | None = None
+) -> list[int]:
+    """Return the slots of rows, and with `num_more` of so many tokens behind each slice too.
 
     In plain Python: of the few rows of a verification, array operations take longer.
     """
     slots: list[int] = []
-    for piece in slices:
+    for piece, more in zip(slices, num_more or repeat(0, len(slices)), strict=True):
         table, start = piece.block_table, piece.start
-        for place in range(start, start + len(piece.token_ids)):
+        for place in range(start, start + len(piece.token_ids) + more):
             block, offset = divmod(place, block_size)
             slots.append(table[block] * block_size + offset)
-    return torch.tensor(slots, dtype=torch.long)
+    return slots
 
 
 class _RowPlaces(NamedTuple):

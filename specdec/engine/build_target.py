@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from specdec.core.idle_work import IdleWork
     from specdec.engine.ranks.leader import LeadingTarget
     from specdec.engine.targets.local_target import LocalTarget
+    from specdec.model.exit_states import ExitTap
     from specdec.model.loader import LoadedModel
     from specdec.model.parallel.group import RankGroup
     from specdec.model.runner import ModelRunner
@@ -81,7 +82,7 @@ def build_target_part(
     from specdec.model.hidden_taps import places_of
     from specdec.model.loader import load_model
     from specdec.model.parallel.group import same_fate
-    from specdec.model.rank_graphs import compile_over_ranks
+    from specdec.model.rank_graphs import compile_over_ranks, resume_over_ranks
 
     config = seen_at_target(config)
     loaded = load_model(config.target, progress, ranks)
@@ -96,9 +97,12 @@ def build_target_part(
     _require_length(config, runner)
     compile_over_ranks(runner, config.target.compile)
     settle(runner, config.target.compile)
-    view_runner = None if view is None else runner.of_view(view)
+    view_runner = None if view is None else runner.of_view(view, _exit_tap_of(config, loaded))
+    resumed = None
     if view_runner is not None:
         compile_over_ranks(view_runner, config.target.compile, like=runner.graphs)
+        if view_runner.exit_tap is not None:
+            resumed = resume_over_ranks(runner, view_runner, config.target.compile)
     if loaded.stage is not None and not loaded.stage.is_last:
         return StageTarget(runner)
     target = LocalTarget(
@@ -108,6 +112,7 @@ def build_target_part(
         self_drafting=_self_drafting_of(config),
         self_tree=tree_shape(config.speculative_config.tree),
         view=view_runner,
+        resumed=resumed,
         make_drafter=heads.proposer if heads is not None and ranks.rank == 0 else None,
     )
     for work in target.idle_work:  # of what drafts here: later, the other ranks would be waiting for it
@@ -122,6 +127,7 @@ def _build_whole_target(
     from specdec.engine.targets.local_target import LocalTarget
     from specdec.model.acceleration import accelerate, attention_of, later_bytes, packed_by
     from specdec.model.loader import load_model
+    from specdec.model.resumed_forward import ResumedForward
     from specdec.model.runner import ModelRunner
     from specdec.proposers.draft_graph import GraphedDraftLoop, loop_bytes
     from specdec.sampling.sampler import Sampler
@@ -150,12 +156,16 @@ def _build_whole_target(
     _require_length(config, runner)
     graphs = accelerate(runner, config.target.compile, takes_trees=takes_trees)
     idle_work: list[IdleWork] = [graphs]
-    view_runner = None if view is None else runner.of_view(view)
+    view_runner = None if view is None else runner.of_view(view, _exit_tap_of(config, loaded))
+    resumed = None
     if view_runner is not None:
         of_view = accelerate(
             view_runner, config.target.compile, like=graphs, takes_trees=self_tree is not None
         )
         idle_work.append(of_view)
+        if view_runner.exit_tap is not None:
+            resumed = ResumedForward(runner, view_runner, config.target.compile)
+            idle_work.append(resumed)
     self_loop = None
     if drafts_chains and loaded.device.type == "cuda":
         self_loop = GraphedDraftLoop(
@@ -177,6 +187,7 @@ def _build_whole_target(
         self_drafting=self_drafting,
         self_tree=self_tree,
         view=view_runner,
+        resumed=resumed,
         self_loop=self_loop,
         make_drafter=None if heads is None else partial(heads.proposer, of_target=lambda: packed_by(graphs)),
     )
@@ -227,6 +238,20 @@ def _view_of(config: EngineConfig, loaded: LoadedModel) -> LoadedModel | None:
         assert speculative.quantization is not None
         return with_fewer_bits(loaded, speculative.quantization)
     return loaded if speculative.kv.is_packed else None
+
+
+def _exit_tap_of(config: EngineConfig, loaded: LoadedModel) -> ExitTap | None:
+    """Return where drafts leave what verification can go on from, bit for bit as if it began anew."""
+    speculative = config.speculative_config
+    attends_alike = speculative.kv.policy == "full" and not speculative.kv.is_packed
+    drafts_chains = tree_shape(speculative.tree) is None
+    is_on_cpu = loaded.device.type == "cpu"
+    if speculative.method != "layerskip" or not (attends_alike and drafts_chains and is_on_cpu):
+        return None
+    from specdec.model.views import exit_tap
+
+    assert speculative.exit_layer is not None
+    return exit_tap(loaded, speculative.exit_layer)
 
 
 def _part_runner(

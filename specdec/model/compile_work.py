@@ -172,6 +172,10 @@ class CompileWork(ABC):
         self._forget()
         logger.warning("%s runs eagerly, which is slower: %s", self._name, reason)
 
+    def _expect_weights(self, num_weights: int) -> None:
+        """Correct how many weights there are, once that is known."""
+        self._num_weights = num_weights
+
     @abstractmethod
     def _compile(self) -> Iterator[str]:
         """Do the work; yield the name of the next piece before each.

@@ -11,13 +11,14 @@ import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 
 from specdec.attention.base import LayerCaches
 from specdec.attention.cpu import NativeLayer
-from specdec.attention.metadata import slots_of
+from specdec.attention.metadata import slot_list, slots_of
 from specdec.attention.observation import Observation
 from specdec.core.errors import CheckpointError
 from specdec.kv.packed_copy import PackedCopy
@@ -26,6 +27,7 @@ from specdec.model.batch import Generated, NativeChooser, SequenceSlice
 from specdec.model.checked_batches import LONGEST_CHECKED, MOST_CHECKED, checked_batches
 from specdec.model.compile_work import CompileWork, build_libraries
 from specdec.model.config import CompileConfig
+from specdec.model.exit_states import ExitStates, ExitTap
 from specdec.model.experts import recorded_experts
 from specdec.model.loader import LoadedModel
 from specdec.model.native_compile import (
@@ -40,7 +42,7 @@ from specdec.model.native_forward import NativeForward, StagedForward
 from specdec.model.packed_weights import PackedWeights
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.pool_sizing import kv_shapes
-from specdec.model.recording import NUM_ROWS, CannotLower, single_threaded
+from specdec.model.recording import NUM_ROWS, CannotLower, HiddenOf, single_threaded
 from specdec.model.runner import ForwardInputs, Incoming, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,11 @@ class CompiledForward(CompileWork):
         return 0 if self._weights is None else self._weights.num_bytes
 
     @property
+    def native(self) -> NativeForward | None:
+        """What is compiled; None: nothing yet."""
+        return self._forward
+
+    @property
     def packed_weights(self) -> PackedWeights | None:
         """What has been packed, for others with weights of this model; None: nothing yet."""
         return self._weights
@@ -140,9 +147,11 @@ class CompiledForward(CompileWork):
         if shifted is not None and int(shifted.max()) >= self._num_position_ids:
             return None
         output = self._run(self._forward, self._caches, inputs)
+        slots, collected = inputs.metadata.slot_mapping, self._collected
         if self._runner.taps is not None:
-            metadata = inputs.metadata
-            self._runner.keep_hidden(metadata.slot_mapping, self._forward.hidden(metadata.num_rows))
+            self._runner.keep_hidden(slots, self._forward.hidden(len(slots)))
+        if collected is not None:
+            collected.keep(slots.tolist(), self._forward.hidden(len(slots)).clone())
         return output
 
     def try_generate(
@@ -168,11 +177,23 @@ class CompiledForward(CompileWork):
         if keeps_hidden and any(num_more):
             return None  # only the last of its forwards would be there to be kept
         arrived = None if incoming is None else incoming()
-        generated = self._forward.generate(slices, num_more, chooser, self._caches, arrived, observation)
+        hidden, collected = None, self._collected
+        if collected is not None:
+            places = slot_list(slices, block_size=self._runner.block_size, num_more=num_more)
+            hidden = self._forward.room_for_hidden(len(places))
+            collected.keep(places, hidden)
+        generated = self._forward.generate(
+            slices, num_more, chooser, self._caches, arrived, observation, hidden
+        )
         if keeps_hidden:
             slots = slots_of(slices, block_size=self._runner.block_size)
             self._runner.keep_hidden(slots, self._forward.hidden(len(slots)))
         return generated
+
+    @property
+    def _collected(self) -> ExitStates | None:
+        """Where this forward is to keep what it leaves as an early exit."""
+        return None if self._runner.exit_tap is None else self._runner.exit_tap.states
 
     def _has_no_table(self, piece: SequenceSlice, num_more: int) -> bool:
         """Whether position ids of a slice, or of the tokens behind it, are beyond those of the tables."""
@@ -221,8 +242,7 @@ class CompiledForward(CompileWork):
         else:
             raise CannotLower(f"the C++ attention does not run {runner.loaded.dtype} with these heads")
         started_s = time.perf_counter()
-        taps, rule = runner.taps, runner.loaded.rotary
-        self._num_position_ids = runner.max_model_len if rule is None else rule.num_position_ids
+        self._num_position_ids = num_position_ids(runner)
         weights = None if self._like is None else self._like._weights
         if weights is None:
             self._weights = weights = PackedWeights(libraries.forward, self._config.max_frozen_bytes)
@@ -231,9 +251,9 @@ class CompiledForward(CompileWork):
             layers=layers,
             num_position_ids=self._num_position_ids,
             incoming=_any_incoming(runner),
-            hidden_of=None if taps is None else lambda: taps.rows,
+            hidden_of=_hidden_of(runner),
             output="logit_rows" if _gives_logits(runner) else "rows",
-            recording=recorded_experts(runner.loaded.model),
+            recording=recording(runner, runner.exit_tap),
         )
         forward = yield from compile_call(recorded, libraries, weights, self._slots, self._expect_weights)
         self.meetings = forward.meetings
@@ -248,9 +268,6 @@ class CompiledForward(CompileWork):
             weights.num_bytes / 1e6,
             weights.num_left_out,
         )
-
-    def _expect_weights(self, num_weights: int) -> None:
-        self._num_weights = num_weights
 
     def _run(
         self, forward: NativeForward, caches: ctypes.Array[NativeLayer], inputs: ForwardInputs
@@ -273,7 +290,7 @@ class CompiledForward(CompileWork):
             TransportError: a rank is gone.
         """
         runner = self._runner
-        pools = [_small_caches(runner) for _ in range(2)]
+        pools = [small_caches(runner) for _ in range(2)]
         caches = forward.bind_caches(pools[0])
         largest = 0.0
         for slices in checked_batches(
@@ -300,6 +317,27 @@ class CompiledForward(CompileWork):
         if not largest <= tolerance:
             what = "logits" if runner.taps is None else "logits or hidden states"
             raise CannotLower(f"its {what} differ from the eager ones by {largest:.1e} (relative)")
+
+
+def num_position_ids(runner: ModelRunner) -> int:
+    """Return below which number the position ids are that have tables."""
+    rule = runner.loaded.rotary
+    return runner.max_model_len if rule is None else rule.num_position_ids
+
+
+@contextmanager
+def recording(runner: ModelRunner, tap: ExitTap | None) -> Iterator[None]:
+    """Within, the model of `runner` is recorded, with what `tap` is told of."""
+    with recorded_experts(runner.loaded.model), nullcontext() if tap is None else tap.listening():
+        yield
+
+
+def _hidden_of(runner: ModelRunner) -> HiddenOf | None:
+    """What a forward hands out beside its output: its taps' states, or what it leaves as an early exit."""
+    taps = runner.taps
+    if taps is not None:
+        return lambda: taps.rows
+    return None if runner.exit_tap is None else runner.exit_tap.state
 
 
 def _gives_logits(runner: ModelRunner) -> bool:
@@ -331,7 +369,8 @@ def _hand_on(runner: ModelRunner, compiled: torch.Tensor, eager: torch.Tensor) -
         stage.hand_on(hidden, tag).finish()
 
 
-def _small_caches(runner: ModelRunner) -> LayerCaches:
+def small_caches(runner: ModelRunner) -> LayerCaches:
+    """Return a pool for `checked_batches`, of whatever kind the runner attends to."""
     pool = KvPool(
         kv_shapes(runner.loaded),
         num_blocks=FIRST_BLOCK + MOST_CHECKED * LONGEST_CHECKED,

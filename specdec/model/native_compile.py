@@ -10,6 +10,7 @@ import torch
 
 from specdec.attention.base import LayerAttention
 from specdec.model.compile_work import Libraries
+from specdec.model.cut import behind_hidden
 from specdec.model.fusion import fuse
 from specdec.model.lowering import lower
 from specdec.model.native_forward import NativeForward
@@ -52,6 +53,8 @@ class RecordedCall:
     """Made-up rows [1, max(NUM_ROWS), width], where it is given some beside token ids."""
     hidden_of: HiddenOf | None = None
     """What it hands out beside its output, right after it."""
+    begins_at_hidden: bool = False
+    """Whether of it that alone is wanted which follows on `hidden_of`: it is then given that."""
     output: Domain = "logit_rows"
     """Which rows its output has: fp32 logits, one row per logit row, or anything with one row per token."""
     recording: AbstractContextManager[None] = field(default_factory=nullcontext)
@@ -83,7 +86,9 @@ def compile_call(
     yield "tracing what depends on what"
     trace = Trace(*recordings)
     yield "lowering operations"
-    lowered = lower(trace, recorded.output)
+    lowered, incoming = lower(trace, recorded.output), trace.incoming
+    if recorded.begins_at_hidden:
+        lowered, incoming = behind_hidden(lowered)
     yield "scheduling operations"
     results = [ref.value for ref in (lowered.output, lowered.hidden) if ref is not None]
     operations = fuse(lowered.operations, results)
@@ -106,7 +111,7 @@ def compile_call(
         tables,
         output=lowered.output,
         hidden=lowered.hidden,
-        incoming=trace.incoming,
+        incoming=incoming,
         weights=weights,
         layers=recorded.layers,
         quantized_kernel=libraries.quantized_kernel,

@@ -26,7 +26,8 @@ from specdec.attention.observation import Observation
 from specdec.kv.huge_pages import huge_zeros
 from specdec.model.batch import NO_TOKEN, Generated, NativeChooser, SequenceSlice
 from specdec.model.instructions import NO_BUFFER, Encoder, Instruction
-from specdec.model.packed_weights import PackedWeights, weights_of
+from specdec.model.lowering import domain_of
+from specdec.model.packed_weights import PackedWeights, products_of, weights_of
 from specdec.model.parallel.shared_slots import RankSlots
 from specdec.model.recording import CannotLower
 from specdec.model.schedule import Step
@@ -98,6 +99,7 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
         "program_set_buffer",
         "program_set_quantized_linear",
         "program_set_link",
+        "program_set_hidden",
         "program_set_feedback",
         "pack_f32",
         "pack_bf16",
@@ -106,7 +108,7 @@ def load_forward_library(cache_dir: Path) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.drafthouse_program_generate.argtypes = (
         *(pointer, pointer, pointer, integer),
-        *(pointer, pointer, ctypes.c_int32, pointer, pointer, pointer),
+        *(pointer, pointer, ctypes.c_int32, pointer, pointer, pointer, pointer),
     )
     library.drafthouse_program_run_rows.argtypes = (pointer,) * 6
     return library
@@ -174,6 +176,10 @@ class NativeForward:
         self.num_operations = len(steps)
         self.weight_bytes = sum(one.nbytes for step in steps for one in weights_of(step.operation))
         """Of what is not quantized; every run reads them."""
+        self.products_per_row = sum(
+            products_of(step.operation) for step in steps if domain_of(step.operation) == "rows"
+        )
+        """Products of numbers and weights for every row, whether it yields logits or not."""
         self._output_value = output.value
         self._hidden_value = None if hidden is None else hidden.value
         instructions = [instruction for step in steps for instruction in encoder.encode(step)]
@@ -194,6 +200,12 @@ class NativeForward:
         library.drafthouse_program_set_quantized_linear(self._program, quantized_kernel)
         if slots is not None:
             library.drafthouse_program_set_link(self._program, ctypes.byref(slots.native), len(self.meetings))
+        if self._hidden_value is not None:
+            library.drafthouse_program_set_hidden(
+                self._program,
+                self._buffers[self._hidden_value],
+                ctypes.c_int64(self._hidden_value.row_size * self._hidden_value.dtype.itemsize),
+            )
         for index, tensor in self._fixed.items():
             self._set_buffer(index, tensor)
         self._capacity = {"rows": 0, "logit_rows": 0}
@@ -330,12 +342,7 @@ class NativeForward:
         incoming = next(value for value, index in self._buffers.items() if index == self._incoming_buffer)
         assert incoming.row_size == self._hidden_value.row_size
         assert incoming.dtype is self._hidden_value.dtype
-        self._library.drafthouse_program_set_feedback(
-            self._program,
-            self._buffers[self._hidden_value],
-            self._incoming_buffer,
-            ctypes.c_int64(incoming.row_size * incoming.dtype.itemsize),
-        )
+        self._library.drafthouse_program_set_feedback(self._program, self._incoming_buffer)
 
     def hidden(self, num_rows: int) -> torch.Tensor:
         """Return hidden states [num_rows, width] of the latest run, which had so many rows.
@@ -345,6 +352,11 @@ class NativeForward:
         assert self._hidden_value is not None, "none are kept"
         return self._hidden[:num_rows]
 
+    def room_for_hidden(self, num_rows: int) -> torch.Tensor:
+        """Return memory for the hidden states of so many rows, [num_rows, width]."""
+        assert self._hidden_value is not None, "none are kept"
+        return torch.empty((num_rows, self._hidden_value.row_size), dtype=self._hidden_value.dtype)
+
     def generate(
         self,
         slices: Sequence[SequenceSlice],
@@ -353,11 +365,14 @@ class NativeForward:
         caches: ctypes.Array[NativeLayer],
         incoming: torch.Tensor | None = None,
         observation: Observation | None = None,
+        hidden: torch.Tensor | None = None,
     ) -> Generated:
         """Run slices and choose tokens from their logits; see `GeneratingRunner.try_generate`.
 
         With `incoming` (see `run`) there is one forward: `num_more` is 0 everywhere, unless the others are to
-        `go_on_with_hidden`. The first forward is the one that is observed.
+        `go_on_with_hidden`. The first forward is the one that is observed. `hidden`, of `room_for_hidden`,
+        takes the hidden states of every forward: slice after slice those of its rows and of the tokens behind
+        them, but the last; what a slice does not come to stays as it is.
 
         Raises:
             IndexError: a token id is out of range.
@@ -394,7 +409,8 @@ class NativeForward:
         failure = self._generate(
             *(self._program, caches, described.buffer_info()[0], len(slices)),
             *(token_ids.buffer_info()[0], ctypes.byref(native_chooser), torch.get_num_threads()),
-            *(chosen.buffer_info()[0], seconds.buffer_info()[0], ctypes.byref(observed)),
+            *(chosen.buffer_info()[0], None if hidden is None else hidden.data_ptr()),
+            *(seconds.buffer_info()[0], ctypes.byref(observed)),
         )
         self._raise_failure(failure)
         return Generated(chosen.tolist(), *seconds)

@@ -10,6 +10,7 @@ import torch
 
 from specdec.kv.huge_pages import huge_zeros
 from specdec.model.lowering import ExpertsDown, ExpertsUp, LinearLayer, Operation
+from specdec.model.quantized_linear import QuantizedWeight
 from specdec.model.recording import CannotLower
 
 _PANEL_COLUMNS = 32
@@ -105,6 +106,20 @@ class PackedWeights:
             self._arena = huge_zeros([max(num_bytes, _ARENA_BYTES)], torch.uint8)
         panels, self._arena = self._arena[:num_bytes], self._arena[-(-num_bytes // 64) * 64 :]
         return panels
+
+
+def products_of(operation: Operation) -> int:
+    """Return how many numbers an operation multiplies with weights for each of its rows."""
+    match operation:
+        case LinearLayer(weight=torch.Tensor() as weight):
+            return weight.numel()
+        case LinearLayer(weight=QuantizedWeight() as quantized):
+            return quantized.num_columns * quantized.num_inputs
+        case ExpertsUp(inputs=(_, chosen), gate=gate, up=up):
+            return chosen.value.row_size * (gate[0].numel() + up[0].numel())
+        case ExpertsDown(inputs=(_, chosen, _), weight=weight):
+            return chosen.value.row_size * weight[0].numel()
+    return 0
 
 
 def panel_bytes(weight: torch.Tensor) -> int:

@@ -23,6 +23,7 @@ from specdec.kv.hidden_pool import HiddenPool
 from specdec.kv.packed_copy import PackedCopy, packed_bytes_per_token
 from specdec.kv.pool import FIRST_BLOCK, KvPool
 from specdec.model.batch import Generated, NativeChooser, SequenceSlice, logit_rows
+from specdec.model.exit_states import ExitTap
 from specdec.model.hidden_taps import LayerTaps
 from specdec.model.loader import LoadedModel
 from specdec.model.pool_sizing import PoolDemand, held_tokens, kv_shapes, make_pool
@@ -179,6 +180,8 @@ class ModelRunner:
                 device=loaded.device,
             )
             self._forward_on([_one_row()], self.pool)  # what cannot be tapped says so now
+        self.exit_tap: ExitTap | None = None
+        """Of an early exit whose states are wanted: its last layer."""
         self.graphs: ForwardGraphs | None = None
         self.vocab_size = loaded.vocab_size
         self.num_blocks = self.pool.num_blocks
@@ -193,17 +196,19 @@ class ModelRunner:
                 loaded.max_model_len,
             )
 
-    def of_view(self, view: LoadedModel) -> ModelRunner:
+    def of_view(self, view: LoadedModel, exit_tap: ExitTap | None = None) -> ModelRunner:
         """Return a runner of a view of the model (`model.views`) on the pool of this one.
 
         It reads and writes the same K/V, of the layers that it has, or their packed copy, and keeps no hidden
-        states. The two may run in turn. It runs eagerly until it is given `graphs` of its own.
+        states, but those of an `exit_tap` while somebody collects them. The two may run in turn. It runs
+        eagerly until it is given `graphs` of its own.
         """
         other = copy.copy(self)
         other.caches = self.packed_copy or self.pool
         other.loaded = view
         other._model = view.model if view.invariant is None else view.invariant.around(view.model)
         other.taps = other.hidden = other.graphs = None
+        other.exit_tap = exit_tap
         return other
 
     @property

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec.core.errors import ConfigError
 from specdec.model.config import QuantizationName
+from specdec.model.exit_states import ExitTap
 from specdec.model.layer_map import LayerMap
 from specdec.model.loader import LoadedModel
 from specdec.model.parallel.plan import UnsupportedParallelism
@@ -42,6 +43,16 @@ def early_exit(loaded: LoadedModel, exit_layer: int) -> LoadedModel:
     first_layers = torch.nn.ModuleList(list(stack.layers)[: stack.num_kept])
     model = _with_module(loaded.model, stack.name, first_layers)
     return replace(loaded, model=model)  # `layers` stay those of the pool
+
+
+def exit_tap(loaded: LoadedModel, exit_layer: int) -> ExitTap:
+    """Return a tap at the last layer of what `early_exit` gives for the same model.
+
+    Raises:
+        ConfigError: as `early_exit`.
+    """
+    stack = check_exit(loaded.config, loaded.model, loaded.path.name, exit_layer)
+    return ExitTap(stack.layers[stack.num_kept - 1])
 
 
 class ExitStack(NamedTuple):

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ from specdec.kv.block_scores import BlockScores
 from specdec.kv.selection import KvSelection
 from specdec.model.batch import NO_TOKEN, Generated, PositionShift, SequenceSlice
 from specdec.model.devices import device_name
+from specdec.model.exit_states import ExitStates
+from specdec.model.resumed_forward import ResumedForward
 from specdec.model.runner import ModelRunner
 from specdec.model.sampling_defaults import sampling_defaults_of
 from specdec.proposers.base import Proposer
@@ -106,6 +109,7 @@ class LocalTarget:
         self_drafting: KvSelection | None = None,
         self_tree: TreeShape | None = None,
         view: ModelRunner | None = None,
+        resumed: ResumedForward | None = None,
         self_loop: FusedDraftLoop | None = None,
         make_drafter: MakeDrafter | None = None,
     ) -> None:
@@ -114,8 +118,9 @@ class LocalTarget:
         `rule` verifies drafts (None: sample_and_match, by whoever asked). With `self_drafting`, which says
         what such drafts attend to, it drafts for itself where a work asks for it, trees of the shape
         `self_tree` (None: chains), by `view`, a form of the model on the same K/V (None: by the model), where
-        it can through `self_loop` over the same runner. With `make_drafter`, another drafts there from the
-        hidden states that `runner` keeps.
+        it can through `self_loop` over the same runner; `resumed` verifies, once it is compiled, from where
+        drafts of `view` have stopped. With `make_drafter`, another drafts there from the hidden states that
+        `runner` keeps.
         """
         self.idle_work: Sequence[IdleWork] = idle_work
         rule = rule or SampleAndMatch()
@@ -123,6 +128,7 @@ class LocalTarget:
         self._draft_stream = rule.capabilities.draft_stream
         self._runner = runner
         self._sampler = sampler
+        self._resumed = resumed
         self._self_drafter: SelfDrafter | None = None
         if self_drafting is not None:
             assert self._judge is None, "drafts at the noise of the target are for sample_and_match"
@@ -268,7 +274,9 @@ class LocalTarget:
         drafter.catch_up(starts, [state.num_copied for state in states])
         for state, start in zip(states, starts, strict=True):
             state.num_copied = start.start
-        made = iter(drafter.draft(starts, self._scores_of(drafting), budgets))
+        num_rows = sum(len(start.token_ids) + start.budget - 1 for start in starts)
+        with nullcontext() if self._resumed is None else self._resumed.collecting(num_rows) as exit_states:
+            made = iter(drafter.draft(starts, self._scores_of(drafting), budgets))
         drafts = [next(made) if work.num_self_drafted else SelfDraft() for work in step.works]
         works = tuple(
             with_drafted(work, *draft) if work.num_self_drafted else work
@@ -276,7 +284,7 @@ class LocalTarget:
         )
         draft_s = time.perf_counter() - started_s
         drafted_for = {work.request_id for work in drafting}
-        result = self._run(msgspec.structs.replace(step, works=works), drafted_for)
+        result = self._run(msgspec.structs.replace(step, works=works), drafted_for, exit_states)
         results = tuple(
             msgspec.structs.replace(answer, drafted=draft.token_ids, drafted_parents=draft.parents)
             if draft.token_ids
@@ -303,21 +311,29 @@ class LocalTarget:
             shift=state.shift,
         )
 
-    def _run(self, step: TargetStep, drafted_for: Set[RequestId] = frozenset()) -> TargetResult:
-        """Run a step as it is; `drafted_for` are the sequences for which it was drafted here."""
+    def _run(
+        self,
+        step: TargetStep,
+        drafted_for: Set[RequestId] = frozenset(),
+        exit_states: ExitStates | None = None,
+    ) -> TargetResult:
+        """Run a step as it is; `drafted_for` are the sequences for which it was drafted here.
+
+        `exit_states` are what these drafts have left of rows of the step.
+        """
         slices = [self._slice(work) for work in step.works]
         observation: Observation | None = None
         watched: Sequence[BlockScores | None] = ()
         if self._watch is not None:
             watched = self._watched(step.works, drafted_for)
             observation = self._watch.ask(step.works, watched)
-        generated = self._try_generate(step.works, slices, observation)
+        generated = self._try_generate(step.works, slices, observation, exit_states)
         if generated is not None:
             results = self._told(step.works, generated.token_ids)
             forward_s, sample_s = generated.forward_s, generated.choose_s
         else:
             started_s = time.perf_counter()
-            logits = self._runner.forward(slices, observation)
+            logits = self._forward(slices, observation, exit_states)
             _synchronize(logits)
             forward_s = time.perf_counter() - started_s
             logits_beside: torch.Tensor | None = None
@@ -376,8 +392,24 @@ class LocalTarget:
             for work, scores in zip(works, self._scores_of(works), strict=True)
         ]
 
+    def _forward(
+        self,
+        slices: Sequence[SequenceSlice],
+        observation: Observation | None,
+        exit_states: ExitStates | None,
+    ) -> torch.Tensor:
+        if self._resumed is not None and exit_states is not None:
+            logits = self._resumed.try_run(slices, exit_states)
+            if logits is not None:
+                return logits
+        return self._runner.forward(slices, observation)
+
     def _try_generate(
-        self, works: Sequence[TargetWork], slices: Sequence[SequenceSlice], observation: Observation | None
+        self,
+        works: Sequence[TargetWork],
+        slices: Sequence[SequenceSlice],
+        observation: Observation | None,
+        exit_states: ExitStates | None,
     ) -> Generated | None:
         """Forward and choice in one call, where both are compiled and nobody wants to see the logits."""
         states = [self._sequences[work.request_id] for work in works]
@@ -391,6 +423,10 @@ class LocalTarget:
         chooser = self._sampler.chooser(sequences, self._runner.vocab_size)
         if chooser is None:
             return None
+        if self._resumed is not None and exit_states is not None:
+            generated = self._resumed.try_generate(slices, chooser, exit_states)
+            if generated is not None:
+                return generated
         return self._runner.try_generate(slices, [0] * len(slices), chooser, observation)
 
     def _slice(self, work: TargetWork) -> SequenceSlice:

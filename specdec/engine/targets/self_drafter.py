@@ -2,8 +2,9 @@
 
 What is drafted is what the token function chooses, at the same noise, on logits of a forward that attends to
 the selected blocks only. K/V of drafted tokens are written where those of the verification will be, and the
-verification, which runs in the same step, overwrites them all: nothing that is kept was computed from a
-selection. (MagicDec, Chen et al., arXiv 2408.11049; the block-table form is ours.)
+verification, which runs in the same step, overwrites them all, but for those that are bit for bit its own
+(`model.resumed_forward`): nothing that is kept was computed from a selection. (MagicDec, Chen et al., arXiv
+2408.11049; the block-table form is ours.)
 
 Of a tree, nodes that have children are read, in an order of their own: never more of them than are
 verified, so that they lie where rows of the verification will.

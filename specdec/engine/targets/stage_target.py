@@ -9,6 +9,7 @@ from typing import NoReturn
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetResult, TargetStep
 from specdec.engine.targets.local_target import LocalTarget
+from specdec.model.exit_states import ExitStates
 from specdec.model.runner import ModelRunner
 
 
@@ -19,7 +20,12 @@ class StageTarget(LocalTarget):
         """Run `runner` with the other stages."""
         super().__init__(runner, _NoLogits())
 
-    def _run(self, step: TargetStep, drafted_for: AbstractSet[RequestId] = frozenset()) -> TargetResult:
+    def _run(
+        self,
+        step: TargetStep,
+        drafted_for: AbstractSet[RequestId] = frozenset(),
+        exit_states: ExitStates | None = None,
+    ) -> TargetResult:
         self._runner.forward([self._slice(work) for work in step.works])
         return TargetResult(step_id=step.step_id, results=())
 

@@ -108,9 +108,9 @@ struct Choice {
   int64_t* token_ids;
 };
 
-// What a row of one forward hands to the row behind it, in the next one; 0 bytes: nothing.
-struct Feedback {
-  int32_t from, to;  // buffers
+// Hidden states that are handed out beside the logits, one row for each of the batch; 0 bytes: none.
+struct Hidden {
+  int32_t buffer;
   int64_t row_bytes;
 };
 
@@ -151,19 +151,28 @@ class Program : public dh::Phased {
     num_meetings_ = num_meetings;
   }
 
-  // Of rows that go on: those of buffer `from` are given to the next forward as buffer `to`.
-  void set_feedback(int from, int to, int64_t row_bytes) { feedback_ = {from, to, row_bytes}; }
+  void set_hidden(const Hidden& hidden) { hidden_ = hidden; }
+  int64_t hidden_row_bytes() const { return hidden_.row_bytes; }
+
+  // Copies hidden states [first, last) of the latest run; returns where the next ones go.
+  char* copy_hidden(int64_t first, int64_t last, char* to) const {
+    const char* rows = buffers_[hidden_.buffer];
+    return std::copy(rows + first * hidden_.row_bytes, rows + last * hidden_.row_bytes, to);
+  }
+
+  // Of rows that go on: their hidden states are given to the next forward as this buffer.
+  void set_feedback(int buffer) { feedback_ = buffer; }
 
   // Keeps row `row` of the latest run for the next one, behind `rows`.
   void keep_for_next(int64_t row, std::vector<char>& rows) const {
-    if (feedback_.row_bytes == 0) return;
-    const char* at = buffers_[feedback_.from] + row * feedback_.row_bytes;
-    rows.insert(rows.end(), at, at + feedback_.row_bytes);
+    if (feedback_ < 0) return;
+    rows.resize(rows.size() + hidden_.row_bytes);
+    copy_hidden(row, row + 1, &rows[rows.size() - hidden_.row_bytes]);
   }
 
   // Gives the next run what was kept for it; `rows` must live as long.
   void give(std::vector<char>& rows) {
-    if (feedback_.row_bytes != 0) buffers_[feedback_.to] = rows.data();
+    if (feedback_ >= 0) buffers_[feedback_] = rows.data();
   }
 
   // 0, 1 when an id is out of range, or 2 when another rank is lost. With `choice`, tokens are chosen as well.
@@ -449,21 +458,24 @@ class Program : public dh::Phased {
   const dh::RankLink* link_ = nullptr;
   int num_meetings_ = 0;
   uint32_t meetings_before_ = 0;
-  Feedback feedback_ = {};
+  Hidden hidden_ = {};
+  int feedback_ = -1;
 };
 
 // Slices, the tokens chosen at their logit rows, and as many more behind the last of each as it wants.
 class Generation {
  public:
-  // `chosen` has room for num_logit_rows + num_more tokens of slice after slice, filled with kNone; the first
-  // forward is observed.
-  Generation(Program& program, const dh::Layer* layers, std::vector<dh::Slice> slices, int64_t* chosen,
+  // `chosen` has room for num_logit_rows + num_more tokens of slice after slice, filled with kNone, and `hidden`,
+  // unless it is null, for the hidden states of num_rows + num_more rows of each; the first forward is observed.
+  Generation(Program& program, const dh::Layer* layers, std::vector<dh::Slice> slices, int64_t* chosen, char* hidden,
              const dh::Observation& observation)
       : program_(program), layers_(layers), slices_(std::move(slices)), observation_(observation) {
     for (const dh::Slice& slice : slices_) {
       sequences_.push_back(int32_t(sequences_.size()));
       targets_.push_back(chosen);
       chosen += slice.num_logit_rows + slice.num_more;
+      hidden_targets_.push_back(hidden);
+      if (hidden != nullptr) hidden += (slice.num_rows + slice.num_more) * program.hidden_row_bytes();
     }
   }
 
@@ -515,12 +527,15 @@ class Generation {
       dh::Slice slice = slices_[s];
       int64_t* target = std::copy_n(chosen, slice.num_logit_rows, targets_[s]);
       chosen += slice.num_logit_rows;
-      end_row += slice.num_rows;
+      const int64_t first_row = std::exchange(end_row, end_row + slice.num_rows);
+      char* hidden = hidden_targets_[s];
+      if (hidden != nullptr) hidden = program_.copy_hidden(first_row, end_row, hidden);
       if (slice.num_logit_rows == 0 || slice.num_more == 0 || target[-1] == dh::Chooser::kNone) continue;
       next_ids_.push_back(target[-1]);
       program_.keep_for_next(end_row - 1, next_rows_);
       sequences_[kept] = sequences_[s];
       targets_[kept] = target;
+      hidden_targets_[kept] = hidden;
       slices_[kept++] = {slice.block_table, slice.start + slice.num_rows, 1, 1, slice.num_more - 1, slice.shift,
                           slice.shift_end, slice.num_dropped, nullptr, 0};
     }
@@ -537,6 +552,7 @@ class Generation {
   dh::Observation observation_;
   std::vector<int32_t> sequences_;  // number of each slice in the call
   std::vector<int64_t*> targets_;   // where its next token goes
+  std::vector<char*> hidden_targets_;  // where the hidden states of its next rows go; null: nowhere
   std::vector<int32_t> sequence_of_row_;
   std::vector<int64_t> position_of_row_, chosen_, next_ids_;
   std::vector<char> next_rows_;
@@ -571,9 +587,11 @@ int drafthouse_program_run(Program* program, const dh::Step* step, const dh::Lay
   return program->run(*step, layers, *inputs);
 }
 
-void drafthouse_program_set_feedback(Program* program, int32_t from, int32_t to, int64_t row_bytes) {
-  program->set_feedback(from, to, row_bytes);
+void drafthouse_program_set_hidden(Program* program, int32_t buffer, int64_t row_bytes) {
+  program->set_hidden({buffer, row_bytes});
 }
+
+void drafthouse_program_set_feedback(Program* program, int32_t buffer) { program->set_feedback(buffer); }
 
 // As Program::run, of rows that attend to nothing and all yield logits. With a chooser, which knows them by
 // `sequences` and `positions`, a token is chosen behind each.
@@ -585,11 +603,11 @@ int drafthouse_program_run_rows(Program* program, const Inputs* inputs, const dh
   return program->run(step, nullptr, *inputs, chooser == nullptr ? nullptr : &choice);
 }
 
-// As Program::run. `seconds` takes what forwards and choices took.
+// As Program::run. `hidden` takes hidden states unless it is null, `seconds` what forwards and choices took.
 int drafthouse_program_generate(Program* program, const dh::Layer* layers, const dh::Slice* slices, int64_t num_slices,
                                 const int64_t* token_ids, const dh::Chooser* chooser, int32_t num_threads,
-                                int64_t* chosen, double* seconds, const dh::Observation* observation) {
-  Generation generation(*program, layers, {slices, slices + num_slices}, chosen, *observation);
+                                int64_t* chosen, char* hidden, double* seconds, const dh::Observation* observation) {
+  Generation generation(*program, layers, {slices, slices + num_slices}, chosen, hidden, *observation);
   const int failed = generation.run(token_ids, *chooser, num_threads);
   seconds[0] = generation.forward_s();
   seconds[1] = generation.choose_s();

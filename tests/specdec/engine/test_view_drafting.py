@@ -7,7 +7,6 @@ weights; that nothing of them stays, in the K/V after a round.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any
 
 import pydantic
@@ -20,25 +19,17 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.profiling.plan import ProfilePlan
 from specdec.engine.profiling.rounds import measure_profile
-from specdec.engine.targets.local_target import LocalTarget
-from specdec.engine.text.tokenizer import HuggingFaceTokenizer
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig
 from specdec.model.config import CompileConfig, ModelConfig
-from specdec.model.graphs import CompiledForward
-from specdec.model.loader import LoadedModel, load_model
+from specdec.model.loader import load_model
 from specdec.model.quantized_linear import QuantizedLinear, QuantizedWeight
-from specdec.model.views import early_exit, with_fewer_bits
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.self_speculation import SelfSpeculation
-from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController
-from tests.architectures import ARCHITECTURES, make_tokenizer, with_layers
+from tests.architectures import ARCHITECTURES, with_layers
 from tests.specdec.engine.sampling_kinds import KINDS
 from tests.specdec.engine.self_drafting import (
-    BLOCK_SIZE,
     FULL,
-    SelfSetting,
     Streams,
     check,
     selecting,
@@ -46,6 +37,7 @@ from tests.specdec.engine.self_drafting import (
 )
 from tests.specdec.engine.target_alone import LONG, Rounds, draft_behind
 from tests.specdec.engine.tiny_models import PROMPTS, Models, SharpModels
+from tests.specdec.engine.view_settings import ViewSetting, view_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quantizer")
 
@@ -60,41 +52,15 @@ def streams(models: Models) -> Streams:
     return Streams(models)
 
 
-@dataclass(frozen=True)
-class ViewSetting(SelfSetting):
-    view: str = "exit 2"
-
-    def engine(self, models: Models, architecture: str) -> Engine:
-        return Engine.from_parts(
-            target=self.target(models.load(architecture)),
-            proposer=SelfSpeculation("layerskip" if self.view.startswith("exit") else "quantized"),
-            tokenizer=HuggingFaceTokenizer(make_tokenizer()),
-            scheduler=SchedulerConfig(
-                max_num_seqs=min(self.batch, self.chunk), max_num_batched_tokens=self.chunk
-            ),
-            controller=FixedController(self.num_draft_tokens),
-        )
-
-    def target(self, loaded: LoadedModel) -> LocalTarget:
-        runner = self.runner(loaded, self.num_blocks)
-        view = runner.of_view(view_of(loaded, self.view))
-        if self.compiled:
-            assert isinstance(runner.graphs, CompiledForward)
-            view.graphs = forward = CompiledForward(view, CompileConfig(), like=runner.graphs)
-            assert forward.warm_up() == "ready"
-        return LocalTarget(runner, self.sampler(), self_drafting=self.kv.make(BLOCK_SIZE), view=view)
-
-
-def view_of(loaded: LoadedModel, name: str) -> LoadedModel:
-    if name.startswith("exit"):
-        return early_exit(loaded, int(name.removeprefix("exit ")))
-    return with_fewer_bits(loaded, "int4" if name == "int4" else "int8")
-
-
 COVER = [
     ("greedy", ViewSetting(view="exit 1", num_draft_tokens=1, batch=1)),
     ("greedy", ViewSetting(view="exit 2", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18)),
+    (
+        "greedy",
+        ViewSetting(view="exit 2", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18, compiled=True),
+    ),
     ("greedy", ViewSetting(view="int4", num_draft_tokens=7, batch=5, chunk=9, compiled=True)),
+    ("plain", ViewSetting(view="exit 1", num_draft_tokens=3, batch=5, chunk=9, compiled=True)),
     ("plain", ViewSetting(view="exit 1", num_draft_tokens=4, batch=8, chunk=9, num_blocks=18)),
     ("plain", ViewSetting(view="int8", num_draft_tokens=4, batch=8, chunk=16, num_blocks=18)),
     ("plain", ViewSetting(view="exit 2", num_draft_tokens=5, batch=5, kv=streaming(12), compiled=True)),
