@@ -124,7 +124,7 @@ class ResumedForward(CompileWork):
 
     def give_up(self, reason: str) -> None:
         """Leave verification to the whole model, which costs nothing but time; a log line says why."""
-        self._state = "off"
+        self._state = "ready"  # there is nothing left to do, and nothing wrong that anybody could see to
         self.failure = reason
         self._forget()
         logger.info("%s verifies drafts from its first layer on: %s", self._name, reason)

@@ -156,7 +156,7 @@ def test_what_is_not_the_same_bits_is_not_used(
     monkeypatch.setattr(NativeForward, "hidden", lambda forward, rows: hidden(forward, rows) * 1.0001)
     caplog.set_level(logging.INFO)
     resuming = Resuming(loaded_of("llama"))
-    assert resuming.state == "off"
+    assert resuming.state == "ready"
     assert "verifies drafts from its first layer on: what follows on its first layers'" in caplog.text
     with resuming.forward.collecting(10**9) as states:
         assert states is None
@@ -168,7 +168,7 @@ def test_waits_for_both_forwards(loaded_of: LoadedOf) -> None:
     view = whole.of_view(early_exit(loaded, EXIT), exit_tap(loaded, EXIT))
     view.graphs = CompiledForward(view, CompileConfig(mode="off"))
     resumed = ResumedForward(whole, view, CompileConfig())
-    assert resumed.warm_up() == "off"
+    assert resumed.warm_up() == "ready"
     assert "is not compiled" in resumed.failure
 
 
