@@ -17,7 +17,6 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.profiling.plan import ProfilePlan
 from specdec.engine.profiling.rounds import ProfileProgress, drafts_anything, measure_profile
 from specdec.engine.targets.target import Target
-from specdec.kv.selection import TokenBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.tree_config import tree_shape
@@ -156,7 +155,7 @@ def cost_profile_of(
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_draft_tokens=speculative.num_speculative_tokens,
         budget_s=speculative.profile_seconds,
-        kv_budget=None if place is None else _measured_budget(speculative.choices[place]),
+        kv_budget=None if place is None else speculative.choices[place].kv.largest,
         budgeted_drafter=place or 0,
     )
     store = ProfileStore(speculative.profile_dir)
@@ -175,11 +174,6 @@ def cost_profile_of(
     if profile != known:
         store.save(profile)
     return profile
-
-
-def _measured_budget(speculative: SpeculativeConfig) -> TokenBudget:
-    """Return what drafts attend to, by a budget, that nobody tells how much."""
-    return speculative.kv.token_budget if speculative.is_self_drafting else speculative.kv.largest
 
 
 def _profile_key(config: EngineConfig, description: TargetDescription) -> str:

@@ -274,8 +274,7 @@ class Engine:
         self._metrics.speculation = self._parts.controller.state
         self._metrics.num_running = len(self._roster.running)
         if self._parts.kv_budgets is not None:
-            budgets = [live.kv_budget for live in list(self._roster.running.values())]
-            self._metrics.mean_kv_budget = sum(budgets) / len(budgets) if budgets else None
+            self._metrics.mean_kv_budget = self._mean_kv_budget(self._parts.kv_budgets)
         if self._parts.drafters is not None:
             names = self._parts.drafters.names
             running = [names[live.drafter] for live in list(self._roster.running.values())]
@@ -288,6 +287,15 @@ class Engine:
         self._metrics.queue_wait_s = self._rates.wait_s(self._num_to_end_before(), self._tokens_to_come())
         self._metrics.kv_cache_usage = self._roster.kv_cache_usage
         return self._metrics
+
+    def _mean_kv_budget(self, kv_budgets: KvBudgets) -> float | None:
+        """Return the mean over running requests that have the drafter with budgets; None: there are none."""
+        running = list(self._roster.running.values())
+        if self._parts.drafters is not None:
+            names = self._parts.drafters.names
+            running = [live for live in running if kv_budgets.is_of(names[live.drafter])]
+        budgets = [live.kv_budget for live in running]
+        return sum(budgets) / len(budgets) if budgets else None
 
     def set_kv_budget(self, budget: WrittenBudget) -> None:
         """Change how much drafts attend to (`speculative_config.kv.budget`), from the next round on.

@@ -451,8 +451,8 @@ class KvBudgets:
         self.is_set = False
         """Whether the default was changed: nobody picks budgets for requests then."""
         self.pick: Callable[[RequestId, str], KvBudget] | None = None
-        """Picks one of several configured budgets for a request of a class; None: there is but one, or nobody
-        to choose."""
+        """Picks one of several configured budgets for a request of a class, whichever of several drafters it
+        has; None: there is but one, or nobody to choose."""
 
     @property
     def default(self) -> KvBudget:
@@ -494,6 +494,10 @@ class KvBudgets:
             if fault is not None:
                 return f"speculative_config.kv.{budget.least_setting}: {fault}"
         return None
+
+    def is_of(self, drafter: str) -> bool:
+        """Whether these are the budgets of one of several drafters, by its name."""
+        return self._drafter in (None, drafter)
 
     def tokens(self, own: BudgetAmount | None, num_tokens: int, picked: KvBudget | None = None) -> int:
         """Return the budget, in tokens, of a sequence of `num_tokens` tokens.

@@ -32,7 +32,7 @@ class ProfilePlan:
     max_draft_tokens: int
     budget_s: float
     kv_budget: TokenBudget | None = None
-    """What drafts attend to; None: everything."""
+    """What drafts attend to, the most of several; None: everything."""
     budgeted_drafter: int = 0
     """Whose budget that is, of several drafters; the others attend to everything."""
 

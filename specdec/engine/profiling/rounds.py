@@ -165,7 +165,11 @@ class TargetProfiler:
         seconds: list[float] = []
         while len(seconds) <= NUM_REPEATS:
             works = [
-                msgspec.structs.replace(self._work(one, one.context, 1, 1), num_self_drafted=num_steps)
+                msgspec.structs.replace(
+                    self._work(one, one.context, 1, 1),
+                    num_self_drafted=num_steps,
+                    kv_budget=0 if plan.kv_budget is None else plan.kv_budget.tokens(one.context),
+                )
                 for one in sequences
             ]
             seconds.append(self._answer(self._step(works, sequences)).draft_s)

@@ -107,7 +107,7 @@ class ModelDrafter(NamedDrafter):
     cache: CacheConfig | None = None
     """Its KV cache; None: 256 MiB."""
     kv: OwnKvSelection = KvSelectionConfig()
-    """As `speculative_config.kv`, with one budget."""
+    """As `speculative_config.kv`; of several drafters, one may attend to a part."""
 
 
 class _AtTarget(NamedDrafter):
@@ -116,7 +116,7 @@ class _AtTarget(NamedDrafter):
     tree: TreeConfig = ChainConfig()
     """As `speculative_config.tree`."""
     kv: KvSelectionConfig = KvSelectionConfig()
-    """As `speculative_config.kv`, with one budget."""
+    """As `speculative_config.kv`; of several drafters, one may attend to a part."""
 
 
 class SelfDrafter(_AtTarget):
@@ -158,7 +158,7 @@ class HeadsDrafter(_AtTarget):
     cache: CacheConfig | None = None
     """K/V of its own, where it has some; None: 256 MiB."""
     kv: OwnKvSelection = KvSelectionConfig()
-    """As `speculative_config.kv`, with one budget."""
+    """As `speculative_config.kv`; of several drafters, one may attend to a part."""
 
 
 DrafterConfig = Annotated[
@@ -225,6 +225,6 @@ def _own_fault(one: DrafterConfig, most_draft_tokens: int) -> str | None:
             f"num_speculative_tokens: {own} is more than the {most_draft_tokens} of speculative_config, "
             "which bounds every drafter: raise that"
         )
-    if isinstance(one, ModelDrafter | _AtTarget) and len(one.kv.budgets) > 1:
-        return "kv.budget: one of several drafters takes one budget"
+    if one.shadow is not None and isinstance(one, ModelDrafter) and len(one.kv.budgets) > 1:
+        return "kv.budget: no request gets a shadow, so nobody picks one of several for it: give it one"
     return None

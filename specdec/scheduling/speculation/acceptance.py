@@ -202,7 +202,11 @@ class AcceptanceTracker:
         self.forget([self._names[slot] for slot in np.flatnonzero(is_idle).tolist()])
 
     def estimate(self, request_ids: Sequence[RequestId], classes: Sequence[str]) -> AcceptanceEstimate:
-        """Return what to expect of requests, known or not."""
+        """Return what to expect of requests, known or not, were they of these classes.
+
+        Of another class than its verdicts are counted to, a request is known by how much more often its
+        tokens fail than others'.
+        """
         self._read()
         slots = np.array([self._slots.get(one, -1) for one in request_ids], dtype=np.int64)
         of_class = np.array([self._class_index(name) for name in classes], dtype=np.int64)
@@ -213,8 +217,9 @@ class AcceptanceTracker:
         factor = self._factor(totals, of_class)
         failing = self._class_failures[of_class] * factor[:, None]
         np.clip(failing, 0.004, 0.99, out=failing)
-        trials = self._requests.trials[slots] * fresh[:, None]
-        successes = self._requests.successes[slots] * fresh[:, None]
+        counted = np.where(self._class_of_slot[slots] == of_class, fresh, 0.0)[:, None]
+        trials = self._requests.trials[slots] * counted
+        successes = self._requests.successes[slots] * counted
         accepted = (successes + _POSITION_TRIALS * (1.0 - failing)) / (trials + _POSITION_TRIALS)
         np.minimum(accepted, 1.0, out=accepted)
         present = self._class_presence[of_class]  # a copy: indexed by an array
@@ -230,10 +235,19 @@ class AcceptanceTracker:
         """
         self._read()
         slot = self._slots.get(request_id)
-        if slot is not None:
-            self._class_of_slot[slot] = self._class_index(name)
+        if slot is None:
+            return
+        index = self._class_index(name)
+        if self._class_of_slot[slot] != index:
+            self._class_of_slot[slot] = index
             self._requests.trials[slot] *= _KEPT_OF_OTHER_CLASS
             self._requests.successes[slot] *= _KEPT_OF_OTHER_CLASS
+
+    def reclass_changed(self, before: Mapping[RequestId, str], after: Mapping[RequestId, str]) -> None:
+        """Do so for those whose class is another one than before."""
+        for request_id, name in after.items():
+            if before.get(request_id, name) != name:
+                self.reclass(request_id, name)
 
     def num_trials(self, name: str) -> float:
         """Return how many verdicts on first tokens are known of a class, old ones counting less."""

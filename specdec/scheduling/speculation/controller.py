@@ -144,7 +144,8 @@ class PicksKvBudgets(Protocol):
     def pick_kv_budget(self) -> Callable[[RequestId, str], KvBudget] | None:
         """Tells the KV budget of a request of a class (any time, for requests that it has not seen, too).
 
-        None: there are not several to choose from.
+        Of several drafters, for the one that has budgets, whichever the request has at the moment. None:
+        there are not several to choose from.
         """
         ...
 

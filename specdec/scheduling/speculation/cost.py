@@ -237,6 +237,7 @@ class DraftCost:
         self._max_sequences = max_sequences
         places = _places(tree_levels, max(max_steps, *(point.num_steps for point in points)))
         self.per_token = _draft_context_slope(points)
+        """What each token that a sequence attends to adds to a step, as measured."""
         self._reading = _context_reading(points, places)[:max_steps]
         """[K]: what a token of context costs for the first, the second, ... draft token."""
         self._per_unseen = _unseen_slope(points)
@@ -255,9 +256,16 @@ class DraftCost:
         """Of the times after which proposals are there, beyond what `by_steps` says."""
 
     def per_sequence_s(self, num_sequences: int) -> float:
-        """Return what one more sequence adds to a step of about so many, beside its context."""
+        """Return what one more sequence adds to a step of about so many, beside its context, as measured."""
         number = min(max(num_sequences, 2), self._max_sequences)
         return float((self._steps[:, number] - self._steps[:, 1]).mean()) / max(1, number - 1)
+
+    def correction(self, num_sequences: int) -> float:
+        """Return how many times as long drafting for so many takes as it was measured, the mean over all
+        lengths of drafts.
+        """
+        at = self._nearest[min(num_sequences, self._max_sequences)]
+        return float(self._corrections.factors(is_overlapped=False)[at, self._regions].mean())
 
     def by_steps(
         self,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from specdec.core.decaying import DecayingMean, moved
+from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.decision import Decision, mean_draft_context
@@ -20,11 +23,19 @@ _LONGEST_WIRE_S = 0.1
 class CostLearning:
     """Corrects a `CostModel` and `Overheads` by what was observed, and tells what prompts took of a round."""
 
-    def __init__(self, costs: CostModel, overheads: Overheads, *, has_several_drafters: bool) -> None:
-        """Correct these, which others read."""
+    def __init__(
+        self,
+        costs: CostModel,
+        overheads: Overheads,
+        *,
+        has_several_drafters: bool,
+        budgeted_drafter: int | None = None,
+    ) -> None:
+        """Correct these, which others read; `budgeted_drafter`: which attends to a part of a text, if any."""
         self._costs = costs
         self._overheads = overheads
         self._has_several_drafters = has_several_drafters
+        self._budgeted_drafter = budgeted_drafter
         self._wire_s = 0.0
         self._with_prompts = DecayingMean()
         """Rounds that read prompts, for each token."""
@@ -88,7 +99,9 @@ class CostLearning:
             if decision.option.kind != "draft_ahead":
                 return  # continuations of the decision before: nobody knows how many
             num_branches = decision.option.num_branches
-        attended = mean_draft_context(decision, budgets, context / max(1, observation.num_sequences))
+        attended = self._attended(observation, decision, budgets, 0, context)
+        if attended is None:
+            return
         is_overlapped = observation.mode != "lockstep"
         work_s = observation.draft_work_s
         if work_s is not None and work_s > ready_s:
@@ -101,15 +114,30 @@ class CostLearning:
         """Learn what each of several drafters takes."""
         if observation.num_prompt_rows > 0:
             return
-        usual = observation.context_tokens / max(1, observation.num_sequences)
         for place, seconds in observation.drafting_s.items():
             budgets = {
                 one: budget
                 for one, budget in observation.budgets.items()
                 if observation.drafters.get(one) == place
             }
-            attended = mean_draft_context(decision, budgets, usual)
-            self._costs.drafts[place].note(budgets, attended, 1, seconds)
+            attended = self._attended(observation, decision, budgets, place, observation.context_tokens)
+            if attended is not None:
+                self._costs.drafts[place].note(budgets, attended, 1, seconds)
+
+    def _attended(
+        self,
+        observation: RoundObservation,
+        decision: Decision,
+        budgets: Mapping[RequestId, int],
+        drafter: int,
+        context: float,
+    ) -> float | None:
+        """Return how many tokens a draft token attended to; None: nobody can tell.
+
+        Where all have come since the decision, the whole of a text of mean length, unless there is a budget.
+        """
+        usual = context / max(1, observation.num_sequences)
+        return mean_draft_context(decision, budgets, None if drafter == self._budgeted_drafter else usual)
 
     def _note_prompts(self, observation: RoundObservation) -> None:
         has_prompts = observation.num_prompt_rows > 0

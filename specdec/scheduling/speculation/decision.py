@@ -136,8 +136,12 @@ def drafted_gain(decision: Decision, observation: RoundObservation) -> float:
     )
 
 
-def mean_draft_context(decision: Decision, budgets: Mapping[RequestId, int], usual: float) -> float:
-    """Return how many tokens a draft token attends to: the mean over all that were asked for."""
+def mean_draft_context(
+    decision: Decision, budgets: Mapping[RequestId, int], usual: float | None
+) -> float | None:
+    """Return how many tokens a draft token attends to: the mean over all that were asked for; `usual` where
+    nobody was there at the decision.
+    """
     index, contexts = decision.index, decision.batch.draft_contexts
     known = [(budget, index[one]) for one, budget in budgets.items() if one in index and budget > 0]
     if contexts is None or not known:

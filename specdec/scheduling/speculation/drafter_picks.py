@@ -1,4 +1,4 @@
-"""Which of several drafters each request gets: a bandit by goodput.
+"""Which of several drafters each request gets, and how much of its text that attends to: a bandit by goodput.
 
 A drafter is worth the tokens that it is expected to add, less those that its time would bring elsewhere: the
 rate of all, times what its steps, and the rows of the target that its drafts take, cost. How far its drafts
@@ -7,112 +7,102 @@ are. Much of a step costs the same however many take part in it, so that drafter
 request gets what is best for it of a set, those of one drafter share its fixed costs, and the best set is
 taken. A request keeps its drafter unless that is better by a margin.
 
-What is learnt needs trying. Drafters of which next to nothing is known are tried soon; later a trial may cost
-a small share of what all requests bring (`_TRIAL_SHARE`), so that the more is expected to be lost by it, the
-longer it waits. While drafting does not seem to pay, the probes of the controller (`Trials`) look at every
-drafter before that is believed.
+Where a drafter has several KV budgets to choose from, it is worth to a request what it is with the one that
+is best for that request: the tokens that it adds with it, for what reading so much costs. A class is learnt
+of apart for each budget; what is known of a request itself, as a factor to its class, goes with it from one
+budget to another (`AcceptanceTracker`).
+
+What is learnt needs trying: a drafter, or a budget of one (an arm). Arms of which next to nothing is known
+are tried soon; later a trial may cost a small share of what all requests bring (`_TRIAL_SHARE`), so that the
+more is expected to be lost by it, the longer it waits. While drafting does not seem to pay, the probes of the
+controller (`Trials`) look at every arm before that is believed.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from specdec.core.ids import RequestId
+from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.acceptance import AcceptanceEstimate, AcceptanceTracker, Floats
 from specdec.scheduling.speculation.controller import DraftOutcome
-from specdec.scheduling.speculation.cost import CostModel
+from specdec.scheduling.speculation.drafter_budgets import (
+    TRIED_SHARE,
+    BudgetedDrafter,
+    DrafterBudgets,
+    without_gone,
+)
+from specdec.scheduling.speculation.drafter_worth import (
+    DrafterCosts,
+    Ints,
+    Worth,
+    best_assignment,
+    worth_of,
+)
 from specdec.scheduling.state import Schedulable
-
-Ints = NDArray[np.int64]
 
 _MARGIN = 0.03
 """How much more another drafter has to bring to be changed to, in tokens, as a share of a round's."""
 _TRIAL_ROUNDS = 12
 _TRIAL_SHARE = 0.01
-"""Share of all tokens that trials of known drafters may cost."""
+"""Share of all tokens that trials of known arms may cost."""
 _EARLY_ROUNDS_BETWEEN, _ROUNDS_BETWEEN = 16, 96
-"""Rounds from the end of a trial to the next: of a drafter that is hardly known, and of others, at least."""
+"""Rounds from the end of a trial to the next: of an arm that is hardly known, and of others, at least."""
 _ROUNDS_BETWEEN_REVIEWS = 8
 """However often requests come and go: it takes about a millisecond."""
 _ENOUGH_WISHES = 24.0
-"""Proposals asked for from which on it is known whether a drafter may pay at all."""
-_TRIED_SHARE = 16
-"""One in so many requests tries another drafter, in a trial."""
+"""Proposals asked for from which on it is known whether an arm may pay at all."""
 _FADING_ROUNDS = 2048
 """After so many rounds what was asked for counts half: what was bad once need not be so for ever."""
-_ROWS_AHEAD = 4
-"""A draft row is thought to cost what rows up to so many for each sequence do."""
 _LEAST_LOSS = 0.02
 """Of a round's tokens, what a round of a trial is thought to lose at least."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterCosts:
-    """What drafters are weighed by. D drafters, K draft tokens at most."""
+class Arm(NamedTuple):
+    """What a request may have."""
 
-    rate: float
-    """Tokens per second of all requests together."""
-    row_s: float
-    """What a draft row costs the target, seconds."""
-    fixed_s: Floats
-    """[D, K]: what drafts of 1 to K tokens cost, however many sequences take part."""
-    sequence_s: Floats
-    """[D]: what a sequence adds to each step."""
-    token_s: Floats
-    """[D]: what each token that it attends to adds to that."""
-    is_drafting: bool = True
-    """Whether requests are drafted for at present, but for probes."""
+    drafter: int
+    budget: int | None = None
+    """The place of its KV budget among those of the drafter; None: there is nothing to choose."""
 
 
-def drafter_costs(
-    costs: CostModel,
-    num_sequences: int,
-    context_tokens: float,
-    num_positions: int,
-    *,
-    rate: float | None,
-    is_drafting: bool,
-) -> DrafterCosts:
-    """Return what drafters are weighed by in rounds of so many sequences, for drafts of so many tokens.
+class _Tried(NamedTuple):
+    """Who tries an arm, and what it gets back."""
 
-    Without a `rate`, that of rounds without drafts.
-    """
-    table = costs.verify.table(num_sequences, context_tokens)
-    last = len(table) - 1
-    first, behind = min(num_sequences, last), min(_ROWS_AHEAD * num_sequences, last)
-    steps = np.arange(1, num_positions + 1)
-    alone = np.ones((1, num_positions))
-    sequence_s = np.array([one.per_sequence_s(num_sequences) for one in costs.drafts])
-    first_s = np.concatenate([one.by_steps(alone, 0.0) for one in costs.drafts])
-    return DrafterCosts(
-        rate=num_sequences / float(table[first]) if rate is None else rate,
-        row_s=float(table[behind] - table[first]) / max(1, behind - first),
-        fixed_s=np.maximum(first_s - sequence_s[:, None] * steps, 0.0),
-        sequence_s=sequence_s,
-        token_s=np.array([one.per_token for one in costs.drafts]),
-        is_drafting=is_drafting,
-    )
+    one: Schedulable
+    before: Arm
+    of_drafter: Arm
+    """What it would have had of the drafter that it tries."""
 
 
 class DrafterPicks:
-    """Picks a drafter for every request without one of its own. Decides with `review`, answers with `of`."""
+    """Picks a drafter for every request without one of its own, and a budget where that drafter has several.
+
+    Decides with `review`, answers with `of` and `budget`.
+    """
 
     def __init__(
-        self, most_draft_tokens: Sequence[int], acceptance: AcceptanceTracker, budgeted: int | None = None
+        self,
+        most_draft_tokens: Sequence[int],
+        acceptance: AcceptanceTracker,
+        budgeted: BudgetedDrafter | None = None,
     ) -> None:
         """Choose among drafters of which each drafts so many tokens at most, the first where nothing is
         known. All but `budgeted` attend to the whole of a text.
         """
         self._caps = np.array(most_draft_tokens, dtype=np.int64)
-        self._budgeted = budgeted
+        self._budgeted = None if budgeted is None else budgeted.place
+        self._budgets: DrafterBudgets | None = None
+        """Of that drafter, where it has several."""
+        self._arms = [Arm(place) for place in range(len(self._caps))]
+        if budgeted is not None and len(budgeted.budgets) > 1:
+            self._budgets = DrafterBudgets(budgeted)
+            self._arms += [Arm(budgeted.place, place) for place in self._budgets.places]
         self._acceptance = acceptance
         self._picks: dict[RequestId, int] = {}
         self._best_of_class: dict[str, int] = {}
@@ -120,10 +110,10 @@ class DrafterPicks:
         self._classes: dict[RequestId, str] = {}
         """Of what acceptance is learnt of, by its name there."""
         self._wishes: defaultdict[str, float] = defaultdict(float)
-        """Proposals asked for, by class and drafter."""
+        """Proposals asked for, by class and arm."""
         self._faded_round = 0
-        self._trying: dict[RequestId, int] = {}
-        """Who tries another drafter, and which it had before."""
+        self._trying: dict[RequestId, _Tried] = {}
+        """Who tries another arm."""
         self._reviewed_round = -_ROUNDS_BETWEEN_REVIEWS
         self._trial_end = 0
         self._next_trial = _EARLY_ROUNDS_BETWEEN
@@ -135,17 +125,29 @@ class DrafterPicks:
             pick = self._picks[request_id] = self._best_of_class.get(class_name, self._best)
         return pick
 
+    @property
+    def picks_budgets(self) -> bool:
+        """Whether a drafter has several budgets."""
+        return self._budgets is not None
+
+    def budget(self, request_id: RequestId, class_name: str) -> KvBudget:
+        """Return what a request without a budget of its own has for the drafter with several, whichever
+        drafter it has at the moment.
+        """
+        assert self._budgets is not None, "there are not several"
+        return self._budgets.budget(request_id, class_name)
+
     def drafter(self, one: Schedulable) -> int:
         """Return the drafter that a request has."""
         return self.of(one.request_id, one.class_name) if one.own_drafter is None else one.own_drafter
 
     def draft_context(self, one: Schedulable) -> int:
         """Return how many committed tokens a request's drafter attends to."""
-        return self._attended(one, self.drafter(one))
+        return self._attended(one, self._arm(one, self.drafter(one)))
 
     @property
     def has_trial(self) -> bool:
-        """Whether somebody has another drafter for a while."""
+        """Whether somebody has another arm for a while."""
         return bool(self._trying)
 
     def is_due(self, now: int) -> bool:
@@ -153,12 +155,12 @@ class DrafterPicks:
         return bool(self._trying) and now >= self._trial_end
 
     def is_trying(self, request_id: RequestId) -> bool:
-        """Whether a request has another drafter for a while, to see what that is worth."""
+        """Whether a request has another arm for a while, to see what that is worth."""
         return request_id in self._trying
 
     def estimate(self, sequences: Sequence[Schedulable]) -> AcceptanceEstimate:
         """Return what to expect of each request's next proposal, by the drafter that it has."""
-        return self._estimate(sequences, list(map(self.drafter, sequences)))
+        return self._estimate(sequences, [self._arm(one, self.drafter(one)) for one in sequences])
 
     def welcome(self, one: Schedulable) -> int:
         """Take in a request that has come since the last review; return the most that its drafter drafts."""
@@ -192,10 +194,11 @@ class DrafterPicks:
         if now - self._faded_round >= _FADING_ROUNDS:
             self._faded_round = now
             self._wishes = defaultdict(float, {name: 0.5 * count for name, count in self._wishes.items()})
-        self._classes = {}
+        before, self._classes = self._classes, {}
         for one in sequences:
             self._classes.update(self._classes_of(one))
-        free = [one for one in sequences if one.own_drafter is None]
+        self._acceptance.reclass_changed(before, self._classes)
+        free = [one for one in sequences if one.own_drafter is None or self._has_choice(one, one.own_drafter)]
         if self._trying and not any(one.request_id in self._trying for one in free):
             self._end_trial()  # those who tried are gone; while a trial is on nothing else changes
         if not free or (not costs.is_drafting and self._ask_unknown(free)):
@@ -204,162 +207,215 @@ class DrafterPicks:
             return  # those who are new begin as their class does
         self._reviewed_round = now
         self._end_trial()
-        present = np.array(list(map(self.drafter, sequences)), dtype=np.int64)
-        is_free = np.array([one.own_drafter is None for one in sequences])
         values = self._values(sequences, costs)
-        tokens = len(sequences) + float(np.maximum(values.max((1, 2)), 0.0).sum())
-        steady = values.copy()
-        steady[np.arange(len(present)), present] += _MARGIN * tokens / len(sequences)
+        of_drafters = self._with_budgets(sequences, values)
+        tokens = len(sequences) + float(np.maximum(of_drafters.max((1, 2)), 0.0).sum())
+        margin = _MARGIN * tokens / len(sequences)
+        if self._budgets is not None:
+            self._review_budgets(self._budgets, sequences, values, margin)
+        present = self._drafters_of(sequences)
+        is_free = np.array([one.own_drafter is None for one in sequences])
+        steady = self._with_budgets(sequences, values)
+        steady[np.arange(len(present)), present] += margin
         best = best_assignment(steady, costs.rate * costs.fixed_s, present, is_free)
         for one, place in zip(sequences, best.tolist(), strict=True):
             if one.own_drafter is None:
                 self._picks[one.request_id] = place
-        self._note_best(free)
+        self._note_best(sequences)
         if costs.is_drafting and now >= self._next_trial:
-            self._begin_trial(now, sequences, values, tokens, costs)
+            self._begin_trial(now, sequences, free, values, tokens, costs)
 
-    def _estimate(self, sequences: Sequence[Schedulable], drafters: Sequence[int]) -> AcceptanceEstimate:
+    def _estimate(self, sequences: Sequence[Schedulable], arms: Sequence[Arm]) -> AcceptanceEstimate:
         return self._acceptance.estimate(
-            [_key(one.request_id, place) for one, place in zip(sequences, drafters, strict=True)],
-            [_class_name(one.class_name, place) for one, place in zip(sequences, drafters, strict=True)],
+            [_key(one.request_id, arm.drafter) for one, arm in zip(sequences, arms, strict=True)],
+            [_class_name(one.class_name, arm) for one, arm in zip(sequences, arms, strict=True)],
         )
 
     def _values(self, sequences: Sequence[Schedulable], costs: DrafterCosts) -> Floats:
-        """Return what drafts of up to 1 to K tokens are worth, but for fixed costs: tokens, [N, D, K]."""
+        """Return what drafts of up to 1 to K tokens are worth, but for fixed costs: tokens, [N, arms, K]."""
         num_positions = self._acceptance.num_positions
         steps = np.arange(1, num_positions + 1)
         caps = np.array([one.max_draft_tokens for one in sequences])
+        contexts = np.array([one.committed_len for one in sequences], dtype=np.float64)
+        row_s = np.maximum(costs.row_s + costs.row_token_s * (contexts - contexts.mean()), 0.0)
         columns = []
-        for place, most in enumerate(self._caps.tolist()):
-            attended = np.array([self._attended(one, place) for one in sequences], dtype=np.float64)
-            estimate = self._estimate(sequences, [place] * len(sequences))
+        for arm in self._arms:
+            if not any(self._is_for(one, arm) for one in sequences):
+                columns.append(np.full((len(sequences), num_positions), -np.inf))
+                continue
+            place, most = arm.drafter, int(self._caps[arm.drafter])
+            attended = np.array([self._attended(one, arm) for one in sequences], dtype=np.float64)
+            estimate = self._estimate(sequences, [arm] * len(sequences))
             own_s = costs.sequence_s[place] + costs.token_s[place] * attended
-            seconds = costs.row_s * estimate.filled.cumsum(1) + own_s[:, None] * steps
+            seconds = row_s[:, None] * estimate.filled.cumsum(1) + own_s[:, None] * steps
             value = estimate.reached.cumsum(1) - costs.rate * seconds
             value[steps > np.minimum(most, np.maximum(caps, 1))[:, None]] = -np.inf
             columns.append(np.maximum.accumulate(value, axis=1))
         return np.stack(columns, axis=1)
 
-    def _attended(self, one: Schedulable, place: int) -> int:
-        return one.draft_context if place == self._budgeted else one.committed_len
+    def _attended(self, one: Schedulable, arm: Arm) -> int:
+        if arm.drafter != self._budgeted:
+            return one.committed_len
+        if arm.budget is None or self._budgets is None:
+            return one.draft_context
+        return self._budgets.attended(one, arm.budget)
 
-    def _note_best(self, free: Sequence[Schedulable]) -> None:
+    def _has_choice(self, one: Schedulable, drafter: int) -> bool:
+        """Whether a drafter has several budgets, of which one is picked for a request."""
+        return self._budgets is not None and drafter == self._budgeted and not one.has_own_kv_budget
+
+    def _arm(self, one: Schedulable, drafter: int) -> Arm:
+        """Return what a request has if it has this drafter."""
+        if self._budgets is None or not self._has_choice(one, drafter):
+            return Arm(drafter)
+        return Arm(drafter, self._budgets.of(one.request_id, one.class_name))
+
+    def _is_for(self, one: Schedulable, arm: Arm) -> bool:
+        """Whether an arm is one of those that requests such as this one have."""
+        return (arm.budget is not None) == self._has_choice(one, arm.drafter)
+
+    def _may_have(self, one: Schedulable, arm: Arm) -> bool:
+        if one.own_drafter not in (None, arm.drafter) or not self._is_for(one, arm):
+            return False
+        is_kept = self._budgets is not None and self._budgets.is_kept
+        return not is_kept or arm == self._arm(one, arm.drafter)
+
+    def _with_budgets(self, sequences: Sequence[Schedulable], values: Floats) -> Floats:
+        """Return what each drafter is worth with the budgets that requests have, of `_values`: [N, D, K]."""
+        if self._budgets is None:
+            return values.copy()
+        places = range(len(self._caps))
+        at = np.array([[self._arms.index(self._arm(one, place)) for place in places] for one in sequences])
+        with_budgets: Floats = np.take_along_axis(values, at[:, :, None], axis=1)
+        return with_budgets
+
+    def _review_budgets(
+        self, budgets: DrafterBudgets, sequences: Sequence[Schedulable], values: Floats, margin: float
+    ) -> None:
+        """Give each request the budget that is best for it, whichever drafter it has, and its class the one
+        that is best for the mean of it.
+        """
+        worth = values[:, len(self._caps) :, -1]
+        by_class: dict[str, list[Floats]] = {}
+        for one, its in zip(sequences, worth, strict=True):
+            if one.has_own_kv_budget:
+                continue
+            by_class.setdefault(one.class_name, []).append(its)
+            present, best = budgets.of(one.request_id, one.class_name), int(its.argmax())
+            if not budgets.is_kept and its[best] > its[present] + margin:
+                self._give_budget(budgets, one, best)
+        for name, each in by_class.items():
+            known = self._num_wishes({name})[len(self._caps) :]
+            best, least_known = int(np.mean(each, axis=0).argmax()), int(np.argmin(known))
+            budgets.note_class(name, best=best, least_known=least_known)
+
+    def _note_best(self, sequences: Sequence[Schedulable]) -> None:
         """Remember what most of each class have: what those begin with that come."""
-        by_class: dict[str, Counter[int]] = {}
-        for one in free:
-            by_class.setdefault(one.class_name, Counter())[self._picks[one.request_id]] += 1
-        for name, counts in by_class.items():
-            self._best_of_class[name] = counts.most_common(1)[0][0]
-        self._best = Counter(self._picks[one.request_id] for one in free).most_common(1)[0][0]
+        picks = [
+            (one.class_name, self._picks[one.request_id]) for one in sequences if one.own_drafter is None
+        ]
+        for name in {name for name, _ in picks}:
+            its = Counter(pick for other, pick in picks if other == name)
+            self._best_of_class[name] = its.most_common(1)[0][0]
+        if picks:
+            self._best = Counter(pick for _, pick in picks).most_common(1)[0][0]
 
     def _classes_of(self, one: Schedulable) -> dict[RequestId, str]:
         return {
-            _key(one.request_id, place): _class_name(one.class_name, place)
+            _key(one.request_id, place): _class_name(one.class_name, self._arm(one, place))
             for place in range(len(self._caps))
         }
 
     def _num_wishes(self, names: set[str]) -> list[float]:
-        return [
-            sum(self._wishes.get(_class_name(name, place), 0.0) for name in names)
-            for place in range(len(self._caps))
-        ]
+        """Return how many proposals were asked for, in these classes together, by arm."""
+        return [sum(self._wishes.get(_class_name(name, arm), 0.0) for name in names) for arm in self._arms]
+
+    def _least_known(self, free: Sequence[Schedulable]) -> tuple[Arm, float]:
+        """Return the arm that least is known of, of those that somebody may have, and how much that is."""
+        known = self._num_wishes({one.class_name for one in free})
+        there = [at for at, arm in enumerate(self._arms) if any(self._may_have(one, arm) for one in free)]
+        least = min(there, key=known.__getitem__)
+        return self._arms[least], known[least]
 
     def _ask_unknown(self, free: Sequence[Schedulable]) -> bool:
         """While nothing is drafted, have probes ask who is hardly known; return whether there is such."""
-        known = self._num_wishes({one.class_name for one in free})
-        place = int(np.argmin(known))
-        if known[place] >= _ENOUGH_WISHES:
+        arm, num_wishes = self._least_known(free)
+        if num_wishes >= _ENOUGH_WISHES:
             return False
-        self._trying.clear()
+        self._end_trial()
         for one in free:
-            self._picks[one.request_id] = place
+            if self._may_have(one, arm):
+                self._give(one, arm)
         return True
 
     def _begin_trial(
-        self, now: int, sequences: Sequence[Schedulable], values: Floats, tokens: float, costs: DrafterCosts
+        self,
+        now: int,
+        sequences: Sequence[Schedulable],
+        free: Sequence[Schedulable],
+        values: Floats,
+        tokens: float,
+        costs: DrafterCosts,
     ) -> None:
-        """Let a few requests try the drafter that least is known of, and say when the next ones may."""
-        free = [one for one in sequences if one.own_drafter is None]
-        known = self._num_wishes({one.class_name for one in free})
-        place = int(np.argmin(known))
-        those = [one for one in free if self._picks[one.request_id] != place and one.max_draft_tokens > 0]
+        """Let a few requests try the arm that least is known of, and say when the next ones may."""
+        arm, num_wishes = self._least_known(free)
+        had = {one.request_id: self._arm(one, self.drafter(one)) for one in free}
+        those = [
+            one
+            for one in free
+            if had[one.request_id] != arm and self._may_have(one, arm) and one.max_draft_tokens > 0
+        ]
         if not those:
             self._next_trial = now + _ROUNDS_BETWEEN
             return
         fixed = costs.rate * costs.fixed_s
         before = self._worth(sequences, values, fixed)
-        for one in those[-max(1, len(free) // _TRIED_SHARE) :]:
-            self._trying[one.request_id] = self._picks[one.request_id]
-            self._picks[one.request_id] = place
+        for one in those[-max(1, len(free) // TRIED_SHARE) :]:
+            self._trying[one.request_id] = _Tried(one, had[one.request_id], self._arm(one, arm.drafter))
+            self._give(one, arm)
         after = self._worth(sequences, values, fixed)
         self._trial_end = now + _TRIAL_ROUNDS
         wait: float = _EARLY_ROUNDS_BETWEEN
-        if known[place] >= _ENOUGH_WISHES:
+        if num_wishes >= _ENOUGH_WISHES:
             # It is asked for a token at least, though it costs more than that brings.
-            asked = float(fixed[place, 0]) if len(those) == len(free) else 0.0
+            asked = float(fixed[arm.drafter, 0]) if len(those) == len(free) else 0.0
             loss = _TRIAL_ROUNDS * max(before.tokens - after.tokens + asked, _LEAST_LOSS * tokens)
             wait = max(_ROUNDS_BETWEEN, loss / (_TRIAL_SHARE * tokens))
         self._next_trial = self._trial_end + int(wait)
 
     def _worth(self, sequences: Sequence[Schedulable], values: Floats, fixed: Floats) -> Worth:
         """Return what the present picks bring."""
-        return worth_of(values, fixed, np.array(list(map(self.drafter, sequences)), dtype=np.int64))
+        return worth_of(self._with_budgets(sequences, values), fixed, self._drafters_of(sequences))
+
+    def _drafters_of(self, sequences: Sequence[Schedulable]) -> Ints:
+        return np.array([self.drafter(one) for one in sequences], dtype=np.int64)
 
     def _end_trial(self) -> None:
-        for request_id, before in self._trying.items():
-            if request_id in self._picks:
-                self._picks[request_id] = before
+        for tried in self._trying.values():
+            self._give(tried.one, tried.of_drafter)
+            self._give(tried.one, tried.before)
         self._trying.clear()
 
+    def _give(self, one: Schedulable, arm: Arm) -> None:
+        if one.own_drafter is None:
+            self._picks[one.request_id] = arm.drafter
+        if arm.budget is not None and self._budgets is not None:
+            self._give_budget(self._budgets, one, arm.budget)
+
+    def _give_budget(self, budgets: DrafterBudgets, one: Schedulable, place: int) -> None:
+        assert self._budgeted is not None
+        budgets.give(one.request_id, place)
+        key, name = (
+            _key(one.request_id, self._budgeted),
+            _class_name(one.class_name, Arm(self._budgeted, place)),
+        )
+        self._acceptance.reclass(key, name)  # reads what lies unread, by the classes that there were
+        self._classes[key] = name
+
     def _forget(self, present: set[RequestId]) -> None:
-        if len(self._picks) > 4 * len(present) + 64:
-            # Who asks for metrics, in another thread, may be the first to ask what a request gets.
-            picks = list(self._picks.items())
-            self._picks = {one: pick for one, pick in picks if one in present}
-
-
-class Worth(NamedTuple):
-    """What an assignment of drafters brings beside a token for each request, in tokens. Larger is better."""
-
-    tokens: float
-    """A drafter that costs more than it brings is not asked, and brings nothing."""
-    if_asked: float
-    """As if every drafter were asked for everyone: says how far one is from bringing something."""
-
-
-def worth_of(values: Floats, fixed: Floats, drafters: Ints) -> Worth:
-    """Return what requests with these drafters bring: of each drafter's, the best length.
-
-    Args:
-        values: [N, D, K], see `DrafterPicks`.
-        fixed: [D, K]: tokens that are lost by drafting so many.
-        drafters: [N].
-    """
-    tokens = if_asked = 0.0
-    for place in range(values.shape[1]):
-        its = values[drafters == place, place]
-        if len(its):
-            tokens += max(0.0, float((np.maximum(its, 0.0).sum(0) - fixed[place]).max()))
-            if_asked += float((its.sum(0) - fixed[place]).max())
-    return Worth(round(tokens, 9), if_asked)
-
-
-def best_assignment(values: Floats, fixed: Floats, present: Ints, is_free: NDArray[np.bool_]) -> Ints:
-    """Return the drafters that bring most together, [N]; only those who are free change.
-
-    Of every set of drafters, each request gets the one that is worth most to it.
-    """
-    num_drafters = values.shape[1]
-    own_best = values.max(2)
-    best, best_worth = present, worth_of(values, fixed, present)
-    for size in range(1, num_drafters + 1):
-        for members in itertools.combinations(range(num_drafters), size):
-            places = np.array(members, dtype=np.int64)
-            found = np.where(is_free, places[own_best[:, places].argmax(1)], present)
-            worth = worth_of(values, fixed, found)
-            if worth > best_worth:
-                best, best_worth = found, worth
-    return best
+        self._picks = without_gone(self._picks, present)
+        if self._budgets is not None:
+            self._budgets.forget_gone(present)
 
 
 def _key(request_id: RequestId, drafter: int) -> RequestId:
@@ -367,5 +423,5 @@ def _key(request_id: RequestId, drafter: int) -> RequestId:
     return RequestId(f"{request_id}\x00{drafter}")
 
 
-def _class_name(name: str, drafter: int) -> str:
-    return f"{name}\x00{drafter}"
+def _class_name(name: str, arm: Arm) -> str:
+    return f"{name}\x00{arm.drafter}" if arm.budget is None else f"{name}\x00{arm.drafter}\x00{arm.budget}"

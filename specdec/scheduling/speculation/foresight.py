@@ -138,16 +138,19 @@ class Foresight:
         verify_s = float(at_rows(table, rows)) + overhead_s
         if not has_drafts:
             return verify_s * parts
-        contexts = batch.draft_contexts
-        context = batch.context_tokens / batch.num_sequences if contexts is None else float(contexts.mean())
         draft_s = 0.0
-        for place, costs in enumerate(self._costs.drafts):
-            own = chosen if batch.drafters is None else chosen[batch.drafters == place]
-            taking_part = (own[:, None] > np.arange(int(chosen.max()))).sum(0) * option.num_branches
-            steps_s = costs.by_steps(np.ceil(taking_part / parts), context, is_overlapped=is_overlapped)
+        drafters = np.zeros(batch.num_sequences, dtype=np.int64) if batch.drafters is None else batch.drafters
+        for place in np.unique(drafters).tolist():
+            is_its = drafters == place
+            context = batch.context_tokens / batch.num_sequences
+            if batch.draft_contexts is not None:
+                context = float(batch.draft_contexts[is_its].mean())
+            steps = np.arange(int(chosen.max()))
+            taking_part = (chosen[is_its][:, None] > steps).sum(0) * option.num_branches
+            steps_s = self._costs.drafts[place].by_steps(
+                np.ceil(taking_part / parts), context, is_overlapped=is_overlapped
+            )
             draft_s += float(steps_s[-1])
-            if batch.drafters is None:
-                break
         return parts * (max(draft_s, verify_s) if is_overlapped else draft_s + verify_s)
 
     def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float], plain_s: float) -> Option:

@@ -184,6 +184,16 @@ class _RoundTimes(NamedTuple):
         return _RoundTimes(*(each + seconds for each in self))
 
 
+class _DrafterPart(NamedTuple):
+    """What one drafter has to do."""
+
+    costs: DraftCost
+    taking_part: Floats
+    """[S, K]: how many sequences take part in each of its steps."""
+    context: Floats | float
+    """Mean tokens that these attend to: [S, K], or of all its sequences."""
+
+
 class Evaluation:
     """Everything that can be chosen for one batch."""
 
@@ -221,8 +231,6 @@ class Evaluation:
         self._time_factors = time_factors
         self._plain_s = plain_s
         self._mean_context = batch.context_tokens / batch.num_sequences
-        self._draft_context: Floats | float = float(self._draft_contexts.mean())
-        """Mean tokens that those who take part in a step of the drafter attend to: [S, K], or of all."""
         self._own_context_s: Floats | None = None
         """[S, K]: what draft rows cost the target more than those of a sequence of mean context; None: they
         do not."""
@@ -279,27 +287,33 @@ class Evaluation:
         self._sizes = _sizes(num_tokens, self._num_asked)
         self._asked_at = int(np.searchsorted(self._sizes, self._num_asked))
         self._taking_part = taking_part.cumsum(0)[self._sizes]
-        self._by_drafter = self._part_by_drafter(taking_part)
+        self._by_drafter = self._part_by_drafter(taking_part, are_alike=own_s is None)
         self._gains = gains.cumsum(0)[self._sizes].cumsum(1)
         self._draft_rows = rows.cumsum(0)[self._sizes].cumsum(1)
         self._asked_rows = self._taking_part.cumsum(1)
         if own_s is not None:
             self._weigh_contexts(index, rows)
 
-    def _part_by_drafter(self, taking_part: Floats) -> list[tuple[DraftCost, Floats]]:
-        """Return every drafter that somebody has, and who takes part in its steps: [S, K]."""
-        batch, drafts = self._batch, self._costs.drafts
-        if batch.drafters is None:
-            return [(drafts[0], self._taking_part)]
-        places = np.unique(batch.drafters).tolist()
-        if len(places) == 1:
-            return [(drafts[places[0]], self._taking_part)]
-        of_token = batch.drafters[self._requests]
+    def _part_by_drafter(self, taking_part: Floats, *, are_alike: bool) -> list[_DrafterPart]:
+        """Return, of every drafter that somebody has, who takes part in its steps, attending to what."""
+        drafters, contexts = self._batch.drafters, self._draft_contexts
+        if drafters is None:
+            drafters = np.zeros(self._batch.num_sequences, dtype=np.int64)
         parts = []
-        for place in places:
-            own = taking_part.copy()
-            own[1:][of_token != place] = 0.0
-            parts.append((drafts[place], own.cumsum(0)[self._sizes]))
+        for place in np.unique(drafters).tolist():
+            is_its = drafters == place
+            own = taking_part
+            number = self._taking_part
+            if not is_its.all():
+                own = taking_part.copy()
+                own[1:][~is_its[self._requests]] = 0.0
+                number = own.cumsum(0)[self._sizes]
+            context: Floats | float = float(contexts[is_its].mean())
+            if not are_alike:
+                attended = own.copy()
+                attended[1:] *= contexts[self._requests][:, None]
+                context = attended.cumsum(0)[self._sizes] / np.maximum(number, 1.0)
+            parts.append(_DrafterPart(self._costs.drafts[place], number, context))
         return parts
 
     def _of_drafters(self, cost: Callable[[DraftCost], float]) -> Floats:
@@ -348,12 +362,9 @@ class Evaluation:
 
     def _weigh_contexts(self, index: Ints, rows: Floats) -> None:
         """Add up the contexts of those who draft, as `_rank_tokens` does rows."""
-        attended, longer = np.zeros_like(rows), np.zeros_like(rows)
-        attended[index, self._depths] = self._draft_contexts[self._requests]
+        longer = np.zeros_like(rows)
         longer[index, self._depths] = (self._contexts - self._mean_context)[self._requests]
         longer *= rows
-        attended = attended.cumsum(0)[self._sizes]
-        self._draft_context = attended / np.maximum(self._taking_part, 1.0)
         own = longer.cumsum(0)[self._sizes].cumsum(1)
         self._own_context_s = self._costs.verify.own_context_s * own
 
@@ -376,8 +387,8 @@ class Evaluation:
         `taking_part` turns who takes part in the steps of one into who does at a time.
         """
         each = [
-            costs.by_steps(taking_part(own), self._draft_context, is_overlapped=is_overlapped)
-            for costs, own in self._by_drafter
+            costs.by_steps(taking_part(own), context, is_overlapped=is_overlapped)
+            for costs, own, context in self._by_drafter
         ]
         total: Floats = np.sum(each, axis=0) if len(each) > 1 else each[0]
         return total
@@ -385,7 +396,7 @@ class Evaluation:
     @cached_property
     def _draft_spread(self) -> Floats:
         """[F]: equally likely seconds after which drafts are there, beyond what drafting usually takes."""
-        each = [costs.spread.factors for costs, _ in self._by_drafter]
+        each = [part.costs.spread.factors for part in self._by_drafter]
         return each[0] if len(each) == 1 else np.mean(each, axis=0)
 
     @cached_property

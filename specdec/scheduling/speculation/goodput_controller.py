@@ -79,7 +79,10 @@ class GoodputController:
         overheads = Overheads()
         self._facts = RequestFacts(settings)
         self._learning = CostLearning(
-            self._costs, overheads, has_several_drafters=self._facts.drafters is not None
+            self._costs,
+            overheads,
+            has_several_drafters=self._facts.drafters is not None,
+            budgeted_drafter=settings.budgeted_drafter,
         )
         self._foresight = Foresight(settings, self._facts, self._costs, overheads, self._learning)
         self._continuations = Continuations(settings.max_branches, num_steps)
@@ -125,7 +128,9 @@ class GoodputController:
     @property
     def pick_kv_budget(self) -> Callable[[RequestId, str], KvBudget] | None:
         """Tells the KV budget of a request of a class; None: there are not several to choose from."""
-        budgets = self._facts.budgets
+        budgets, drafters = self._facts.budgets, self._facts.drafters
+        if drafters is not None and drafters.picks_budgets:
+            return drafters.budget
         return None if budgets is None else budgets.of
 
     @property

@@ -12,7 +12,9 @@ from specdec.scheduling.speculation.budget_picks import BudgetCosts, BudgetPicks
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.decision import Decision
-from specdec.scheduling.speculation.drafter_picks import DrafterPicks, drafter_costs
+from specdec.scheduling.speculation.drafter_budgets import BudgetedDrafter
+from specdec.scheduling.speculation.drafter_picks import DrafterPicks
+from specdec.scheduling.speculation.drafter_worth import drafter_costs
 from specdec.scheduling.speculation.goodput import Ints
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
@@ -23,11 +25,11 @@ Every so many rounds that is seen to: streams of short requests leave hundreds m
 
 
 class RequestFacts:
-    """Acceptance by request and class, and the KV budget or the drafter that is picked for each."""
+    """Acceptance by request and class, and the KV budget and the drafter that are picked for each."""
 
     def __init__(self, settings: ControllerSettings) -> None:
         """Pick among the budgets or the drafters of `settings`, where there are several."""
-        num_picks = max(1, len(settings.drafter_caps), len(settings.kv_budgets))
+        num_picks = max(1, len(settings.drafter_caps) + len(settings.kv_budgets))
         self._max_draft_tokens = settings.max_draft_tokens
         are_trees = len(settings.tree_levels) > 0 and all(settings.tree_levels)
         self.acceptance = AcceptanceTracker(
@@ -39,16 +41,16 @@ class RequestFacts:
         self._verdict_round = 0
         """Rounds in which there were drafts."""
         self.budgets: BudgetPicks | None = None
-        """None: there are not several to choose from."""
-        if len(settings.kv_budgets) > 1:
+        """Of a drafter that is alone; None: there are not several to choose from."""
+        has_several_drafters = len(settings.drafter_caps) > 1
+        if len(settings.kv_budgets) > 1 and not has_several_drafters:
             self.budgets = BudgetPicks(
                 settings.kv_budgets, self.acceptance, is_kept=settings.keeps_kv_budgets
             )
         self.drafters: DrafterPicks | None = None
-        """None: there are not several to choose from."""
-        if len(settings.drafter_caps) > 1:
-            assert self.budgets is None, "either drafters or KV budgets are picked"
-            self.drafters = DrafterPicks(settings.drafter_caps, self.acceptance, settings.budgeted_drafter)
+        """With their budgets; None: there are not several to choose from."""
+        if has_several_drafters:
+            self.drafters = DrafterPicks(settings.drafter_caps, self.acceptance, _budgeted_drafter(settings))
 
     def review(
         self,
@@ -69,7 +71,7 @@ class RequestFacts:
             is_drafting: whether requests are drafted for at present, but for probes.
         """
         if self.budgets is not None:
-            weighed = self._budget_costs(last, costs, is_drafting=is_drafting)
+            weighed = self._budget_costs(last, costs, len(sequences), is_drafting=is_drafting)
             self.budgets.review(self._verdict_round, sequences, weighed)
         if self.drafters is not None:
             weighed_drafters = drafter_costs(
@@ -82,13 +84,15 @@ class RequestFacts:
             )
             self.drafters.review(now, sequences, weighed_drafters)
 
-    def _budget_costs(self, last: Decision | None, costs: CostModel, *, is_drafting: bool) -> BudgetCosts:
+    def _budget_costs(
+        self, last: Decision | None, costs: CostModel, num_sequences: int, *, is_drafting: bool
+    ) -> BudgetCosts:
         best = None if last is None else last.best_drafting
         if last is None or best is None:
             half = max(1, self._max_draft_tokens // 2)
             return BudgetCosts(read_s=0.0, rate=0.0, num_draft_tokens=half)
         return BudgetCosts(
-            read_s=costs.draft.per_token,
+            read_s=costs.draft.correction(num_sequences) * costs.draft.per_token,
             rate=last.rates[best.kind],
             num_draft_tokens=max(1, round(float(best.num_draft_tokens.mean()))),
             is_drafting=is_drafting,
@@ -137,7 +141,8 @@ class RequestFacts:
 
     def take_over(self, sequences: Sequence[Schedulable]) -> None:
         """Learn of these from now on, each as one of its class."""
-        self._classes = {one.request_id: self._class_of(one) for one in sequences}
+        before, self._classes = self._classes, {one.request_id: self._class_of(one) for one in sequences}
+        self.acceptance.reclass_changed(before, self._classes)
 
     def welcome(self, one: Schedulable) -> int | None:
         """Learn of one more; return the most that its drafter drafts, None: it has no bound of its own."""
@@ -158,3 +163,13 @@ class RequestFacts:
 
     def _class_of(self, one: Schedulable) -> str:
         return one.class_name if self.budgets is None else self.budgets.class_of(one)
+
+
+def _budgeted_drafter(settings: ControllerSettings) -> BudgetedDrafter | None:
+    if settings.budgeted_drafter is None:
+        return None
+    return BudgetedDrafter(
+        place=settings.budgeted_drafter,
+        budgets=settings.kv_budgets,
+        is_kept=settings.keeps_kv_budgets,
+    )

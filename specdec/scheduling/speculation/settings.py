@@ -39,7 +39,7 @@ class ControllerSettings:
     drafter_caps: tuple[int, ...] = ()
     """Largest k of each of several drafters, of which one is picked for each request; empty: there is one."""
     budgeted_drafter: int | None = None
-    """Which of several attends to a part of a text alone (`Schedulable.draft_context`); None: none does."""
+    """Which drafter attends to a part of a text alone (`Schedulable.draft_context`); None: none does."""
     tree_levels: tuple[tuple[int, ...], ...] = ()
     """By drafter, of one that is alone too: how many levels trees of 1, 2, ... nodes have
     (`ProposerCapabilities.tree_levels`)."""
@@ -48,7 +48,8 @@ class ControllerSettings:
     """Whether lookups go before the drafter (`ProposerCapabilities.looks_first`): for whom something was
     found, the drafter was not asked, and owes nothing."""
     kv_budgets: tuple[KvBudget, ...] = ()
-    """What drafts of a request may attend to; of several, one is picked for each request."""
+    """What drafts of a request may attend to, by that drafter where there are several; of several budgets,
+    one is picked for each request."""
     keeps_kv_budgets: bool = False
     """Whether a request keeps what was picked for it first: what a smaller budget leaves out is lost."""
 

@@ -21,11 +21,14 @@ from specdec.engine.targets.judge import Judge
 from specdec.engine.targets.remote_target import RemoteTarget, RemoteTargetTimes
 from specdec.engine.targets.target_server import TargetServer
 from specdec.engine.targets.toy_target import ToyModel, ToyTarget, ToyTokenizer
+from specdec.kv.selection import KvBudgets
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.fallback import FallbackProposer
 from specdec.proposers.lookup_first import LookupFirst
+from specdec.proposers.several.proposer import SeveralProposers
 from specdec.scheduling.config import SchedulerConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import MAX_MESSAGE_BYTES, PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
@@ -140,11 +143,14 @@ class Cluster:
         controller: SpeculationController | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_draft_tokens: int = MAX_DRAFT_TOKENS,
+        beside: Mapping[str, Proposer] | None = None,
+        kv_budgets: KvBudgets | None = None,
     ) -> None:
         """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
         around them; where they have nothing, `fallback` stands in, or goes before them. Without a
         `controller`, `mode` and `num_draft_tokens` are always the same. `max_message_bytes` is the longest
-        message to the target and back, `max_draft_tokens` the longest draft that draft workers make.
+        message to the target and back, `max_draft_tokens` the longest draft that draft workers make. With
+        others `beside`, by name, each request has one of them or, as `pool`, the draft workers.
         """
         self.max_draft_tokens = max_draft_tokens
         self.around = around
@@ -178,13 +184,18 @@ class Cluster:
         self.target = RemoteTarget(
             coordinator, worker.address, incarnation=1, times=PATIENT, clock=self.clock
         )
+        drafting = self.proposer if fallback is None else combine(self.proposer, fallback)
+        names = None if beside is None else (*beside, "pool")
+        self.choice = None if names is None else DrafterSet(names=names, shares=(0.0,) * len(names))
         self.engine = Engine.from_parts(
             target=self.target,
-            proposer=self.proposer if fallback is None else combine(self.proposer, fallback),
+            proposer=drafting if beside is None else SeveralProposers([*beside.values(), drafting]),
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
             controller=controller or FixedController(num_draft_tokens, mode=mode),
             clock=self.clock,
+            kv_budgets=kv_budgets,
+            drafters=self.choice,
         )
 
     def start_drafter(self, busy_s: float = 0.0) -> PeerId:

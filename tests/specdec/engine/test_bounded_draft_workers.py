@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 import torch
 
 from specdec.core.clock import ManualClock
 from specdec.core.ids import RequestId
+from specdec.core.proposal import Proposal
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
+from specdec.core.sequence import SequenceView
 from specdec.engine.draft_pool.shares import DraftShareConfig
 from specdec.engine.targets.toy_runner import ToyRunner
 from specdec.engine.targets.toy_target import ToyTarget
-from specdec.kv.selection import KvSelectionConfig
+from specdec.kv.selection import KvBudget, KvSelectionConfig, budgets_of
 from specdec.model.batch import SequenceSlice
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.draft_window import DraftWindow
+from specdec.proposers.ngram import NgramProposer
 from specdec.sampling.sampler import Sampler
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.memory import Faults
@@ -240,6 +244,82 @@ def test_a_worker_that_is_started_anew_drafts_again(in_cache: bool) -> None:
         assert again <= 2
         assert drafters.runners[-1].num_tokens_read < 2 * BUDGET + 3 * BLOCK + 9, "a window, not the text"
     drafters.check()
+
+
+def run_with_changing_picks(seed: int) -> set[int]:
+    """Lookups in the coordinator beside a draft model elsewhere, whose window changes every few rounds.
+
+    Returns what it was told to keep.
+    """
+    rng = random.Random(seed)
+    kv = KvSelectionConfig(policy="streaming", budget=(BUDGET, 48, 0.5), sink_tokens=SINK, floor=BUDGET)
+    told: list[tuple[str, int, int]] = []
+
+    class Told(Drafters):
+        """Notes what each sequence is to be kept by."""
+
+        def __call__(self) -> Proposer:
+            made = super().__call__()
+            propose = made.propose
+
+            def watched(
+                views: Sequence[SequenceView], its: Mapping[RequestId, int]
+            ) -> dict[RequestId, Proposal]:
+                told.extend((view.request_id, view.committed_len, view.kv_budget) for view in views)
+                return propose(views, its)
+
+            made.propose = watched  # type: ignore[method-assign]
+            return made
+
+    drafters, budgets = Told(num_blocks=rng.choice([30, 256]), in_cache=seed % 2 == 1), budgets_of(kv, 4)
+    cluster = Cluster(
+        random_faults(rng),
+        seed,
+        num_drafters=2,
+        make_drafter=drafters,
+        make_target=lambda clock: long_target(clock, rng.choice([150, 400])),
+        beside={"lookup": NgramProposer(prompt_lookup_min=1, prompt_lookup_max=3)},
+        kv_budgets=budgets,
+    )
+    assert cluster.choice is not None
+    assert budgets is not None
+    had: dict[RequestId, tuple[int, KvBudget]] = {}
+
+    def picked(name: RequestId) -> tuple[int, KvBudget]:
+        return had.setdefault(name, (rng.randrange(2), rng.choice(kv.budgets)))
+
+    cluster.choice.pick = lambda name, _: picked(name)[0]
+    budgets.pick = lambda name, _: picked(name)[1]
+    requests = [long_request(f"r{index}", rng) for index in range(6)]
+    requests[1] = msgspec.structs.replace(requests[1], kv_budget=20)
+    requests[4] = msgspec.structs.replace(requests[4], drafter="lookup")
+    tokens: dict[RequestId, list[int]] = {one.request_id: [] for one in requests}
+    for one in requests:
+        cluster.engine.add_request(one)
+    while cluster.engine.has_work:
+        if rng.random() < 0.3:
+            had.clear()
+        if rng.random() < 0.1:
+            cluster.network.faults = random_faults(rng)
+        cluster.step(tokens)
+        drafters.check()
+    for one in requests:
+        assert tokens[one.request_id] == expected(one), one
+    by_request = {
+        one.request_id: [(length, budget) for name, length, budget in told if f"{one.request_id}/" in name]
+        for one in requests
+    }
+    assert {budget for _, budget in by_request[RequestId("r1")]} <= {20}
+    assert not by_request[RequestId("r4")], "it never asked for any"
+    free = [seen for name in ("r0", "r2", "r3", "r5") for seen in by_request[RequestId(name)]]
+    assert all(budget in {one.tokens(length) for one in kv.budgets} for length, budget in free)
+    return {budget for _, budget in free}
+
+
+def test_drafters_and_budgets_that_change_reach_draft_workers_and_change_no_token() -> None:
+    told = set().union(*(run_with_changing_picks(seed) for seed in range(4)))
+    assert {BUDGET, 48} < told
+    assert max(told) > 150, "half of a long text"
 
 
 def test_texts_too_long_are_counted_once() -> None:

@@ -14,12 +14,14 @@ import pytest
 from specdec.core.clock import Clock, ManualClock
 from specdec.core.errors import ConfigError, InputError
 from specdec.core.ids import RequestId
+from specdec.core.plan import TargetStep
 from specdec.core.request import Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.build import kv_budgets_of
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
+from specdec.kv.selection import KvBudget
 from specdec.proposers.base import Proposer
 from specdec.proposers.lookup_config import SuffixConfig
 from specdec.proposers.none import NoProposer
@@ -349,6 +351,154 @@ def test_the_budget_is_that_of_whoever_selects(folder: Path) -> None:
         for name in places:
             has_budget = name == list(places)[place - 1]
             assert (budgets.own_draft_fault(9, name) is not None) == has_budget
+
+
+MIXED = [
+    PROMPTS[0],
+    [number % 23 + 3 for number in range(70)],
+    PROMPTS[3],
+    [number * number % 29 + 3 for number in range(90)],
+    [5, 9] * 20,
+]
+"""Short ones and long ones."""
+BUDGETS = {"policy": "streaming", "budget": [12, 24, "50%"], "sink_tokens": 4, "floor": 12}
+
+
+def mixed_engine(folder: Path, selecting: str | None, **more: Any) -> Engine:
+    """Of several drafters `selecting` has a list of budgets; None: nobody drafts."""
+    if selecting is None:
+        config = config_of(folder, method="none")
+    else:
+        lookup, window, small, _ = drafters_at(folder)
+        window = {"name": "window", "method": "self"}
+        bounded = [one | {"kv": BUDGETS} if one["name"] == selecting else one for one in (window, small)]
+        config = config_of(folder, method="several", drafters=[lookup, *bounded], **more)
+    cache = config.cache.model_copy(update={"num_blocks": 96})
+    return Engine(config.model_copy(update={"cache": cache}))
+
+
+def mixed_requests(temperature: float) -> list[Request]:
+    """Some with a budget, a drafter, or both of their own."""
+    params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
+    made = [
+        replace_id(request("x", prompt, params, seed=60 + index), f"r{index}")
+        for index, prompt in enumerate([*MIXED, *MIXED])
+    ]
+    made[3] = msgspec.structs.replace(made[3], kv_budget=20)
+    made[6] = msgspec.structs.replace(made[6], drafter="window")
+    made[8] = msgspec.structs.replace(made[8], drafter="small", kv_budget="75%")
+    return made
+
+
+def watch_budgets(engine: Engine, selecting: str) -> dict[RequestId, list[int]]:
+    """Return what the drafts of each request are told to attend to, where they are made."""
+    seen: dict[RequestId, list[int]] = {}
+    if selecting == "window":
+        target = engine._parts.target
+        submit = target.submit
+
+        def watched_submit(step: TargetStep) -> None:
+            for work in step.works:
+                if work.num_self_drafted:
+                    seen.setdefault(work.request_id, []).append(work.kv_budget)
+            submit(step)
+
+        target.submit = watched_submit  # type: ignore[method-assign]
+    else:
+        proposer = engine._parts.proposer
+        assert isinstance(proposer, SeveralProposers)
+        small = proposer.members[2]
+        propose = small.propose
+
+        def watched_propose(views: Any, budgets: Any) -> Any:
+            for view in views:
+                seen.setdefault(view.request_id, []).append(view.kv_budget)
+            return propose(views, budgets)
+
+        small.propose = watched_propose  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("selecting", ["window", "small"])
+def test_drafters_and_budgets_change_at_run_time_and_no_token_does(
+    folder: Path, selecting: str, temperature: float
+) -> None:
+    """Each request gets another drafter, and another budget of it, every few rounds."""
+    made = mixed_requests(temperature)
+    with mixed_engine(folder, None) as engine:
+        alone = run(engine, *(msgspec.structs.replace(one, drafter=None, kv_budget=None) for one in made))
+    rng = random.Random(11)
+    with mixed_engine(folder, selecting) as engine:
+        parts = engine._parts
+        assert parts.drafters is not None
+        assert parts.kv_budgets is not None
+        had: dict[RequestId, tuple[int, KvBudget]] = {}
+        options = parts.kv_budgets._config.budgets
+
+        def picked(request_id: RequestId) -> tuple[int, KvBudget]:
+            return had.setdefault(request_id, (rng.randrange(3), rng.choice(options)))
+
+        parts.drafters.pick = lambda request_id, _: picked(request_id)[0]
+        parts.kv_budgets.pick = lambda request_id, _: picked(request_id)[1]
+        seen = watch_budgets(engine, selecting)
+        for one in made:
+            engine.add_request(one)
+        outputs: dict[str, list[Any]] = {one.request_id: [] for one in made}
+        while engine.has_work:
+            if rng.random() < 0.5:
+                had.clear()
+            for output in engine.step():
+                outputs[output.request_id].append(output)
+            engine.check_integrity()
+        counts = engine.metrics().by_drafter
+    for one in made:
+        name = one.request_id
+        assert tokens_of(outputs[name]) == tokens_of(alone[name]), name
+    assert min(its.num_draft_tokens for its in counts.values()) > 0
+    assert min(counts[name].num_accepted_tokens for name in ("window", "small")) > 0
+    of_picks = {
+        budget for number in (0, 1, 2, 4, 5, 6, 7, 9) for budget in seen.get(RequestId(f"r{number}"), [])
+    }
+    assert {12, 24} < of_picks, "and half of long texts"
+    assert max(of_picks) > 24
+    assert set(seen.get(RequestId("r3"), [20])) == {20}
+    if selecting == "window":
+        assert {12, 24} <= set(seen[RequestId("r6")]), "its budget is picked, its drafter is not"
+    else:
+        assert min(seen[RequestId("r8")]) >= 0.75 * len(made[8].prompt_token_ids)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_mean_budget_is_that_of_those_who_have_the_drafter_with_budgets(folder: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with mixed_engine(folder, "window") as engine:
+        for index, (drafter, budget) in enumerate([("window", 20), ("window", 30), ("lookup", 80)]):
+            one = replace_id(request("x", MIXED[0], params), f"r{index}")
+            engine.add_request(msgspec.structs.replace(one, drafter=drafter, kv_budget=budget))
+        while engine.metrics().num_running < 3:
+            engine.step()
+        assert engine.metrics().snapshot()["speculation_mean_kv_budget"] == 25.0
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("selecting", ["window", "small"])
+def test_what_the_controller_picks_of_drafters_and_budgets_says_the_same(
+    folder: Path, selecting: str, temperature: float
+) -> None:
+    made = mixed_requests(temperature)
+    with mixed_engine(folder, None) as engine:
+        alone = run(engine, *(msgspec.structs.replace(one, drafter=None, kv_budget=None) for one in made))
+    with mixed_engine(folder, selecting, controller="goodput", profile_seconds=0.0) as engine:
+        parts = engine._parts
+        assert parts.kv_budgets is not None
+        assert parts.kv_budgets.pick is not None
+        outputs = run(engine, *made)
+        assert sum(its.num_draft_tokens for its in engine.metrics().by_drafter.values()) > 0
+    for one in made:
+        assert tokens_of(outputs[one.request_id]) == tokens_of(alone[one.request_id])
 
 
 @pytest.mark.full

@@ -299,6 +299,51 @@ def test_they_are_one_of_several_drafters(
     assert all(blocks <= num * window.max_blocks(1 << 20, 4) for num, blocks in held.most.items())
 
 
+@pytest.mark.parametrize("kind", ["greedy", "plain"])
+def test_as_one_of_several_their_budget_changes_with_the_drafter(
+    bench: Bench, drafters: FittedDrafters, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """They read along whoever drafts, and never keep more than the largest of their budgets."""
+    heads = {
+        "name": "heads",
+        "method": "eagle3",
+        "model": str(drafters.folder_of("eagle3")),
+        "kv": {"policy": "streaming", "budget": [12, 24, "50%"], "floor": 12},
+        "cache": {"block_size": 4, "num_blocks": 100},
+    }
+    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1}
+    cache = {"block_size": 4, "num_blocks": 20}
+    config = config_of(bench, None, "several", model=None, drafters=[lookup, heads], cache=cache)
+    seen: set[int] = set()
+    run = LocalTarget.run
+
+    def seeing(target: LocalTarget, step: TargetStep) -> Any:
+        seen.update(work.kv_budget for work in step.works)
+        return run(target, step)
+
+    monkeypatch.setattr(LocalTarget, "run", seeing)
+    held = Held(monkeypatch)
+    rng = random.Random(2)
+    with Engine(config) as engine:
+        parts = engine._parts
+        assert parts.drafters is not None
+        assert parts.kv_budgets is not None
+        options = config.speculative_config.at_target.kv.budgets
+        parts.drafters.pick = lambda _request_id, _class_name: rng.randrange(2)
+        parts.kv_budgets.pick = lambda _request_id, _class_name: rng.choice(options)
+        results = engine.generate(PROMPTS, KINDS[kind])
+        metrics = engine.metrics()
+        engine.check_integrity()
+    assert [one.token_ids for one in results] == bench.alone("llama", kind)
+    assert metrics.by_drafter["heads"].num_accepted_tokens > 0
+    assert metrics.by_drafter["lookup"].num_drafts > 0
+    assert {0, 12, 24} < seen, "0 while another has it"
+    window = draft_window(config.speculative_config.at_target)
+    assert window is not None
+    longest = max(map(len, PROMPTS)) + 64
+    assert all(blocks <= num * window.max_blocks(longest, 4) for num, blocks in held.most.items())
+
+
 @pytest.mark.parametrize(
     ("method", "kind", "more"),
     [

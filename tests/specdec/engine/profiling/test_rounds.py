@@ -18,7 +18,7 @@ from specdec.engine.profiling.drafts import budgets_to_measure
 from specdec.engine.profiling.plan import LONG_CONTEXT
 from specdec.engine.profiling.rounds import measure_profile
 from specdec.engine.targets.toy_target import ToyTarget
-from specdec.kv.selection import KvBudget
+from specdec.kv.selection import KvBudget, LargestBudget
 from specdec.proposers.base import Proposer, ProposerCapabilities
 from specdec.proposers.none import NoProposer
 from specdec.proposers.self_speculation import SelfSpeculation
@@ -226,12 +226,13 @@ class ReadingProposer(TimedProposer):
 
 
 class SelfTimedTarget(TimedTarget):
-    """Says that it has drafted: each step took 3 ms and what reading the last 300 tokens does."""
+    """Says that it has drafted: each step took 3 ms and what reading its budget does, 300 unless told."""
 
     def submit(self, step: TargetStep) -> None:
         asked = [work for work in step.works if work.num_self_drafted]
         num_steps = max((work.num_self_drafted for work in asked), default=0)
-        self.draft_s = num_steps * (0.003 + 1e-6 * sum(min(work.start, 300) for work in asked))
+        attended = sum(min(work.start, work.kv_budget or 300) for work in asked)
+        self.draft_s = num_steps * (0.003 + 1e-6 * attended)
         plain = tuple(msgspec.structs.replace(work, num_self_drafted=0) for work in step.works)
         super().submit(msgspec.structs.replace(step, works=plain))
 
@@ -256,6 +257,21 @@ def test_drafts_cost_what_their_budget_leaves(is_self: bool) -> None:
         told = draft.by_steps(np.full(4, number), attended)
         true = start_s + np.arange(1, 5) * (step_s + 1e-6 * number * min(context, 300))
         assert told == pytest.approx(true, rel=0.05), (number, context)
+
+
+def test_of_several_budgets_the_largest_is_measured() -> None:
+    """What a token costs is told best from there, and holds for all of them."""
+    clock = ManualClock()
+    target = SelfTimedTarget(clock, num_blocks=2048, max_model_len=2048)
+    largest = LargestBudget((KvBudget(64, 1), KvBudget(600, 1), KvBudget(0.1, 64)))
+    profile = measure_profile(
+        target, SelfSpeculation(), dataclasses.replace(plan(), kv_budget=largest), clock=clock
+    )
+    assert max(point.context_tokens // point.num_sequences for point in profile.draft) == 600
+    draft = CostModel(profile, max_rows=128, max_sequences=16, max_steps=4).draft
+    for budget in (64, 600, 6_000):
+        true = np.arange(1, 5) * (0.003 + 1e-6 * 4 * budget)
+        assert draft.by_steps(np.full(4, 4), budget) == pytest.approx(true, rel=0.05), budget
 
 
 def test_of_several_drafters_one_has_a_budget() -> None:

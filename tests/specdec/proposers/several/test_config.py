@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from specdec.core.ids import RequestId
+from specdec.engine.build import kv_budgets_of
 from specdec.engine.config import EngineConfig
-from specdec.engine.controllers import drafters_of
+from specdec.engine.controllers import controller_for, drafters_of
 from specdec.kv.selection import KvSelectionConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.goodput_controller import GoodputController
 
 LOOKUP = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 3}
 MODEL = {"name": "small", "method": "draft_model", "model": "/models/small", "num_speculative_tokens": 3}
@@ -46,6 +50,30 @@ def test_each_is_configured_as_if_it_were_alone() -> None:
     assert drafters is not None
     assert drafters.names == ("lookup", "small", "window")
     assert SpeculativeConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("drafter", [WINDOW, MODEL, HEADS], ids=["target", "draft model", "heads"])
+def test_one_of_several_may_have_a_list_of_budgets(drafter: dict[str, Any]) -> None:
+    bounded = {**drafter, "kv": {"policy": "streaming", "budget": [256, "10%"]}}
+    config = several(LOOKUP, bounded, *([MODEL] if drafter is WINDOW else []))
+    assert [one.amount for one in config.choices[1].kv.budgets] == [256, 0.1]
+    assert config.budgeted_choice == 1
+    assert SpeculativeConfig.model_validate(config.model_dump()) == config
+    engine = EngineConfig.model_validate(
+        {"target": {"model": "/models/target"}, "speculative_config": config}
+    )
+    controller = controller_for(engine, assumed_profile())
+    assert isinstance(controller, GoodputController)
+    assert controller.pick_kv_budget is not None
+    new = RequestId("new")
+    assert controller.pick_kv_budget(new, "other").amount == 256, "the first where nothing is known"
+    settings = controller._settings
+    assert (settings.budgeted_drafter, settings.keeps_kv_budgets) == (1, drafter is not WINDOW)
+    budgets = kv_budgets_of(config)
+    assert budgets is not None
+    budgets.pick = controller.pick_kv_budget
+    assert budgets.own_draft_fault(255, drafter["name"]) is not None
+    assert budgets.own_draft_fault(255, "lookup") is None
 
 
 def test_one_alone_is_what_it_was() -> None:
@@ -89,16 +117,20 @@ def test_what_samples_shares_the_rule_and_its_settings() -> None:
             r"drafters\[1\] \(small\): num_speculative_tokens: 9 is more than the 4",
         ),
         (
-            {"drafters": [LOOKUP, {**WINDOW, "kv": {"policy": "streaming", "budget": [256, 512]}}]},
-            r"drafters\[1\] \(window\): kv.budget: one of several drafters takes one budget",
+            {"drafters": [LOOKUP, {**MODEL, "shadow": 0.1, "kv": {**STREAMING, "budget": [256, 512]}}]},
+            r"drafters\[1\] \(small\): kv.budget: no request gets a shadow, .* give it one",
         ),
         (
-            {"drafters": [LOOKUP, {**HEADS, "kv": {**STREAMING, "budget": [256, 512]}}]},
-            r"drafters\[1\] \(heads\): kv.budget: one of several drafters takes one budget",
+            {"drafters": [LOOKUP, {**WINDOW, "kv": {**STREAMING, "budget": [256, 7]}}]},
+            r"drafters\[1\] \(window\): kv.budget: 7 tokens do not hold kv.sink_tokens",
         ),
         (
-            {"drafters": [LOOKUP, {**MODEL, "kv": {**STREAMING, "budget": [256, 512]}}]},
-            r"drafters\[1\] \(small\): kv.budget: one of several drafters takes one budget",
+            {"drafters": [LOOKUP, {**WINDOW, "kv": {**STREAMING, "budget": [256, 256]}}]},
+            "budget: a list takes one or more budgets, all of them different",
+        ),
+        (
+            {"drafters": [{**MODEL, "kv": {**STREAMING, "budget": [256, 512]}}, WINDOW]},
+            "drafters: small and window each attend to a part of the K/V .* leave out kv of all but one",
         ),
         (
             {"drafters": [{**MODEL, "kv": STREAMING}, WINDOW]},

@@ -147,6 +147,32 @@ def test_classes_are_bounded() -> None:
     )
 
 
+def test_what_a_request_would_be_in_another_class() -> None:
+    """As much worse than that class as it is worse than its own, whatever is known of its own positions."""
+    tracker = AcceptanceTracker(2)
+    names = [RequestId(f"r{number}") for number in range(8)]
+    classes = {name: "narrow" if number < 6 else "wide" for number, name in enumerate(names)}
+    generator = np.random.default_rng(3)
+    for _ in range(200):
+        outcomes = []
+        for number, name in enumerate(names):
+            chance = (0.4 if number < 6 else 0.9) - 0.06 * (number == 0)
+            accepted = int(generator.random() < chance)
+            outcomes.append(DraftOutcome(request_id=name, num_drafted=1, num_accepted=accepted))
+        tracker.note(outcomes, {}, classes)
+    as_it_is = tracker.estimate(names[:2], ["narrow"] * 2).accepted[:, 0]
+    would_be = tracker.estimate(names[:2], ["wide"] * 2).accepted[:, 0]
+    assert as_it_is == pytest.approx([0.34, 0.4], abs=0.1)
+    assert min(would_be) > 0.8
+    before = tracker.estimate(names[:1], ["narrow"]).accepted[0, 0]
+    tracker.reclass(names[0], "narrow")
+    assert tracker.estimate(names[:1], ["narrow"]).accepted[0, 0] == before, "it is of that class"
+    tracker.reclass_changed({names[0]: "narrow", names[1]: "narrow"}, {names[0]: "wide", names[1]: "narrow"})
+    changed = tracker.estimate(names[:2], ["wide", "narrow"]).accepted[:, 0]
+    assert changed[0] < would_be[0], "a little is kept of what is known of its positions"
+    assert changed[1] == as_it_is[1]
+
+
 def test_a_slot_is_used_again_without_what_was_in_it() -> None:
     tracker = AcceptanceTracker(4)
     source = Source(tracker)

@@ -100,6 +100,37 @@ def test_continuations_of_the_decision_before_say_nothing_of_this_one() -> None:
         assert after == pytest.approx(factor * before, rel=0.05)
 
 
+@pytest.mark.parametrize("budgeted", [0, 1, None])
+@pytest.mark.parametrize("has_several", [False, True])
+def test_who_has_come_since_the_decision_tells_nothing_of_a_part_of_a_text(
+    budgeted: int | None, has_several: bool
+) -> None:
+    """How much its drafts have read nobody knows: the mean length of texts is for who reads everything."""
+    costs = CostModel(profile_of(COSTS["cpu"]), max_rows=64, max_sequences=16, max_steps=8)
+    learnt = CostLearning(costs, Overheads(), has_several_drafters=has_several, budgeted_drafter=budgeted)
+    decision: Any = SimpleNamespace(
+        batch=SimpleNamespace(
+            context_tokens=400.0, contexts=np.full(1, 400.0), draft_contexts=np.full(1, 64.0)
+        ),
+        index={RequestId("was there"): 0},
+        option=SimpleNamespace(num_branches=1),
+    )
+
+    def drafting_s() -> float:
+        return float(costs.draft.by_steps(np.full(4, 1), 100.0)[-1])
+
+    before, changed = drafting_s(), {}
+    for name in ("new", "was there"):
+        budgets = {RequestId(name): 4}
+        drafted = replace(PLAIN, budgets=budgets, draft_ready_s=3.0 * before)
+        if has_several:
+            drafted = replace(drafted, drafters={RequestId(name): 0}, drafting_s={0: 3.0 * before})
+        for _ in range(20):
+            learnt.note(drafted, decision)
+        changed[name] = drafting_s() > 1.5 * before
+    assert changed == {"new": budgeted != 0, "was there": True}
+
+
 def test_the_wire_to_a_drafter_takes_as_long_whatever_is_drafted() -> None:
     """Longer than work on one token: long drafts do not take so many times as long as work on them."""
     learnt, costs, _ = learning()

@@ -4,132 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
 from specdec.core.ids import RequestId
-from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
-from specdec.scheduling.speculation.controller import RoundObservation, SpeculationController, bounded_choice
-from specdec.scheduling.speculation.drafter_picks import (
-    DrafterCosts,
-    DrafterPicks,
-    Ints,
-    best_assignment,
-    worth_of,
-)
+from specdec.scheduling.speculation.acceptance import AcceptanceTracker
+from specdec.scheduling.speculation.controller import bounded_choice
+from specdec.scheduling.speculation.drafter_picks import DrafterPicks
+from specdec.scheduling.speculation.drafter_worth import DrafterCosts
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
-from tests.specdec.scheduling.speculation.world import COSTS, Costs, World, _outcomes, profile_of
-
-LOOKUP = replace(COSTS["cpu"], draft=lambda n, c: 2e-6 * n, draft_start_s=2e-5)
-MODEL = COSTS["cpu"]
-SLOW = COSTS["expensive"]
-DRAFTERS = (LOOKUP, MODEL, SLOW)
-K = 8
-
-Chance = Callable[[FakeRequest, int], float]
-"""(request, drafter) -> probability that a draft token is accepted, at every position."""
-
-
-@dataclass
-class SeveralWorld(World):
-    """A world in which each request has one of several drafters at a time. What one drafts costs its own."""
-
-    drafters: Sequence[Costs] = DRAFTERS
-    chance: Chance = lambda _one, _drafter: 0.5
-    budgeted: int | None = None
-    """The drafter that attends to `kv_budget` tokens at most; the others attend to everything."""
-    by_drafter: list[int] = field(default_factory=lambda: [0] * 8)
-    """Rounds of requests that each drafter was asked in."""
-
-    def _run_all(self, controller: SpeculationController) -> None:
-        assert isinstance(controller, GoodputController)
-        pick = controller.pick_drafter
-        requests = self.requests
-        chosen = bounded_choice(controller, requests)
-        had = [
-            pick(one.request_id, one.class_name) if one.own_drafter is None and pick else one.own_drafter or 0
-            for one in requests
-        ]
-        chances = [self.chance(one, place) for one, place in zip(requests, had, strict=True)]
-        accepted, expected = [], 0.0
-        for chance, number in zip(chances, chosen, strict=True):
-            stands = 0
-            while stands < number and self.generator.random() < chance:
-                stands += 1
-            accepted.append(stands)
-            expected += sum(chance**position for position in range(1, number + 1))
-        times = {}
-        for place, costs in enumerate(self.drafters):
-            lengths = [number if its == place else 0 for number, its in zip(chosen, had, strict=True)]
-            if any(lengths):
-                attended = [
-                    float(one.draft_context if place == self.budgeted else one.committed_len)
-                    for one in requests
-                ]
-                times[place] = costs.drafting(lengths, attended)
-                self.by_drafter[place] += sum(number > 0 for number in lengths)
-        contexts = [float(one.committed_len) for one in requests]
-        verify_s = self.costs.verifying(contexts, chosen)
-        overhead_s = self.costs.overhead(len(requests))
-        seen = {place: seconds * self._luck() for place, seconds in times.items()}
-        seen_verify_s = verify_s * self._luck()
-        self._commit(requests, accepted)
-        self._book(len(requests) + expected, sum(times.values()) + verify_s + overhead_s, any(chosen))
-        budgets = {one.request_id: number for one, number in zip(requests, chosen, strict=True) if number}
-        controller.observe(
-            RoundObservation(
-                num_rows=len(requests) + sum(chosen),
-                num_sequences=len(requests),
-                num_committed=len(requests) + sum(accepted),
-                draft_s=sum(seen.values()),
-                verify_s=seen_verify_s,
-                outcomes=_outcomes(requests, chosen, accepted),
-                round_s=sum(seen.values()) + seen_verify_s + overhead_s,
-                num_decoding=len(requests),
-                context_tokens=int(sum(contexts)),
-                budgets=budgets,
-                draft_ready_s=sum(seen.values()) if seen else None,
-                drafters={
-                    one.request_id: its
-                    for one, its in zip(requests, had, strict=True)
-                    if one.request_id in budgets
-                },
-                drafting_s=seen,
-            )
-        )
-        controller.think()
-
-
-def controller_of(drafters: Sequence[Costs] = DRAFTERS, budgeted: int | None = None) -> GoodputController:
-    settings = ControllerSettings(
-        max_draft_tokens=K,
-        max_rows=640,
-        drafter_caps=(K,) * len(drafters) if len(drafters) > 1 else (),
-        budgeted_drafter=budgeted,
-    )
-    profile = profile_of(drafters[0], noise=0.01)
-    others = tuple(profile_of(one, noise=0.01).draft for one in drafters[1:])
-    return GoodputController(settings, msgspec.structs.replace(profile, other_drafts=others))
-
-
-def world_of(
-    number: int, chance: Chance, *, drafters: Sequence[Costs] = DRAFTERS, seed: int = 1, **more: object
-) -> SeveralWorld:
-    return SeveralWorld(
-        costs=MODEL,
-        acceptance=lambda _round, _one: 0.0,
-        num_sequences=number,
-        drafters=drafters,
-        chance=chance,
-        seed=seed,
-        **more,  # type: ignore[arg-type]
-    )
+from tests.specdec.scheduling.speculation.several_world import (
+    DRAFTERS,
+    MODEL,
+    Chance,
+    controller_of,
+    world_of,
+)
+from tests.specdec.scheduling.speculation.world import COSTS, profile_of
 
 
 def rate_alone(number: int, chance: Chance, place: int, num_rounds: int = 400) -> float:
@@ -281,48 +176,6 @@ def test_a_trial_of_requests_that_have_gone_ends() -> None:
     assert not controller._facts.has_trial
     booking = world.run(controller, 300)
     assert booking.speculating_rounds < 0.2 * booking.rounds
-
-
-def exhaustive(values: Floats, fixed: Floats, present: Ints, is_free: np.typing.NDArray[np.bool_]) -> float:
-    """The best worth of any assignment at all."""
-    free = np.flatnonzero(is_free)
-    best = -np.inf
-    for places in itertools.product(range(values.shape[1]), repeat=len(free)):
-        found = present.copy()
-        found[free] = places
-        best = max(best, worth_of(values, fixed, found).tokens)
-    return best
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_best_set_is_nearly_the_best_assignment(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    shares = []
-    for _ in range(20):
-        values = np.maximum.accumulate(generator.normal(0.5, 1.0, (4, 3, 3)), axis=2)
-        fixed = np.cumsum(generator.exponential(0.5, (3, 3)), axis=1)
-        present = generator.integers(0, 3, 4)
-        is_free = generator.random(4) < 0.8
-        found = best_assignment(values, fixed, present, is_free)
-        assert (found[~is_free] == present[~is_free]).all()
-        worth = worth_of(values, fixed, found).tokens
-        assert worth >= worth_of(values, fixed, present).tokens
-        best = exhaustive(values, fixed, present, is_free)
-        shares.append(1.0 if best == 0.0 else worth / best)
-    assert min(shares) > 0.6
-    assert sum(shares) / len(shares) > 0.95
-
-
-def test_fixed_costs_are_shared_by_those_who_need_them() -> None:
-    """One request alone does not pay a drafter's fixed costs; four do. Nobody else's are paid beside them."""
-    fixed = np.array([[0.0], [1.5]])
-    value = np.array([[[0.2], [1.0]]])
-    present = np.zeros(1, dtype=np.int64)
-    assert best_assignment(value, fixed, present, np.ones(1, dtype=bool)).tolist() == [0]
-    four = np.repeat(value, 4, axis=0)
-    assert (
-        best_assignment(four, fixed, np.zeros(4, dtype=np.int64), np.ones(4, dtype=bool)).tolist() == [1] * 4
-    )
 
 
 def test_another_thread_may_ask_while_requests_are_forgotten() -> None:

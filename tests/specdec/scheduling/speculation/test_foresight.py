@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from specdec.scheduling.speculation.cost import CostModel, VerifyShape
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.foresight import Foresight
-from specdec.scheduling.speculation.goodput import AheadOutlook, Kind
+from specdec.scheduling.speculation.goodput import AheadOutlook, Kind, Option, at_rows
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
@@ -109,6 +111,37 @@ def test_cohorts_say_what_they_would_bring_if_nobody_had_a_target() -> None:
     assert found is not None
     assert found.unbounded_rate == pytest.approx(unbounded.rate)
     assert found.rate < unbounded.rate
+
+
+def test_prices_count_what_each_drafter_reads() -> None:
+    """That others have long texts makes no drafts of a drafter dearer that has short ones."""
+    reader = replace(COSTS["cpu"], draft=lambda n, c: 1e-4 * n + 2e-7 * c)
+    free = replace(COSTS["cpu"], draft=lambda n, c: 1e-4 * n)
+    profile = msgspec.structs.replace(profile_of(reader), other_drafts=(profile_of(free).draft,))
+    costs = CostModel(profile, max_rows=64, max_sequences=16, max_steps=8, num_drafters=2)
+    settings = ControllerSettings(max_draft_tokens=8, drafter_caps=(8, 8))
+    facts, overheads = RequestFacts(settings), Overheads()
+    learning = CostLearning(costs, overheads, has_several_drafters=True)
+    foresight = Foresight(settings, facts, costs, overheads, learning)
+    sequences = [fake_request(str(number), length) for number, length in enumerate((100, 100, 20_000))]
+    for one, drafter in zip(sequences, (0, 0, 1), strict=True):
+        one.own_drafter = drafter
+    batch = foresight.batch_of(sequences)
+    option = Option(
+        kind="lockstep",
+        num_draft_tokens=np.full(3, 2),
+        tokens=6.0,
+        round_s=1.0,
+        draft_s=0.5,
+        verify_s=0.5,
+    )
+    drafted_s = foresight.price_s(batch, option)
+    drafted_s -= foresight.price_s(batch, option._replace(num_draft_tokens=np.array([0, 0, 2])))
+    rows = float(batch.estimate.filled[:2, :2].sum())
+    table = costs.verify.table(3, 20_200.0)
+    others = 3 + float(batch.estimate.filled[2, :2].sum())
+    drafted_s -= float(at_rows(table, others + rows)) - float(at_rows(table, others))
+    assert drafted_s == pytest.approx(float(costs.drafts[0].by_steps(np.full(2, 2), 100.0)[-1]), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["plain", "lockstep", "ping_pong", "draft_ahead"])

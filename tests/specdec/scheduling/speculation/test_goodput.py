@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -194,6 +196,39 @@ def test_what_contexts_of_their_own_cost_is_corrected_as_all_else(factor: float)
     longer = 2 * 7 * (100 - context / 8)
     expected_s = factor * (float(table[8 + 14]) + costs.verify.own_context_s * longer)
     assert its_s == pytest.approx(expected_s, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("reading_s", "contexts"),
+    [(2e-7, (200, 24_000, 24_000, 300)), (5e-9, (480, 510, 510, 480))],
+    ids=["mixed", "alike"],
+)
+def test_each_drafter_reads_what_its_own_requests_have(reading_s: float, contexts: Sequence[int]) -> None:
+    """One reads all of short texts, another a part of long ones: neither reads the mean of both."""
+    usual = COSTS["cpu"]
+    reader = dataclasses.replace(usual, draft=lambda n, c: usual.draft(n, c) + reading_s * c)
+    profile = msgspec.structs.replace(
+        profile_of(reader, noise=0.0), other_drafts=(profile_of(usual, noise=0.0).draft,)
+    )
+    costs = CostModel(profile, max_rows=640, max_sequences=256, max_steps=6, num_drafters=2)
+    drafters = np.array([0, 1, 1, 0])
+    attended = np.minimum(contexts, 512)
+    batch = dataclasses.replace(
+        batch_of([[0.9] * 6, [0.8] * 6, [0.9] * 6, [0.7] * 6], contexts=contexts, draft_contexts=attended),
+        drafters=drafters,
+    )
+    option = Evaluation(batch, costs, OVERHEADS, max_rows=640).lockstep()  # type: ignore[arg-type]
+    assert option is not None
+    chosen = option.num_draft_tokens
+    takes_part = chosen[:, None] > np.arange(chosen.max())
+    expected_s = 0.0
+    for place in (0, 1):
+        its = takes_part[drafters == place]
+        number = its.sum(0)
+        assert number[0] > 0
+        context = (its * attended[drafters == place, None]).sum(0) / np.maximum(number, 1)
+        expected_s += float(costs.drafts[place].by_steps(number, context)[-1])
+    assert option.draft_s == pytest.approx(expected_s)
 
 
 def test_who_is_accepted_more_gets_more() -> None:
