@@ -37,6 +37,7 @@ STARTING_RAY = (
     "tests/deploy/test_haproxy.py",
     "tests/deploy/test_rolling_update.py",
     "tests/deploy/monitoring/test_live_cluster.py",
+    "tests/deploy/monitoring/test_live_faults.py",
 )
 
 

@@ -13,12 +13,13 @@ _5M, _10M, _15M, _30M, _6H = (
 )
 _OF_TARGET, _OF_DRAFT = 'part="target"', 'part="draft"'
 _COMPILE_FAILED, _COMPILE_PENDING = 'compile="failed"', 'compile="pending"'
-_NO_ROOM, _WITH_DRAFTS = 'reason=~"place|memory"', 'k!="0"'
+_NO_ROOM, _LATE = 'reason=~"place|memory"', 'reason="late"'
+_WITH_DRAFTS = 'k!="0"'
 
 _FEW_FAILURES = 2.5
+"""In the long window: three are more. An increase is that of the samples, stretched to the whole window."""
 _NEARLY_ALL = 0.9
 """A share of requests that is a disaster whatever was promised."""
-"""In the long window: three are more. An increase is that of the samples, stretched to the whole window."""
 _WERE_THERE = _6H.lowest("http_requests_in_progress")
 """Jobs, of the last hours."""
 _AT_REST = (
@@ -57,6 +58,15 @@ def _burns(
         f"of a stream, {often}, for {short} and for {long}. Those that ran out of a time which their client "
         "has set, less than the server's own, do not count.",
     )
+
+
+def _without_drafts(scope: Scope, reason: str) -> str:
+    """Return the share, of the requests that rounds were to have drafts for, that went without for a reason.
+
+    `reason`: label matchers.
+    """
+    went_without = scope.rate("fallback_requests_by_reason", where=reason)
+    return f"{went_without} / {scope.rate('speculation_request_rounds', where=_WITH_DRAFTS)}"
 
 
 def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
@@ -183,18 +193,20 @@ def speculation_alerts() -> tuple[Alert, ...]:
         ),
         Alert(
             name="DrafthouseDraftsLate",
-            expression=f"{_10M.ratio('draft_deadline_misses', 'rounds')} > 0.05",
+            # A worker that was late is not waited for until it is heard again, and rests the longer the
+            # oftener it is late: the slower it is, the fewer deadlines it misses. Then requests go without.
+            expression=f"{_10M.ratio('draft_deadline_misses', 'rounds')} > 0.05 or "
+            f"{_without_drafts(_10M, _LATE)} > 0.05",
             lasting="10m",
             severity="warning",
             summary="{{ $labels.job }}: draft workers answer too late",
-            description="In {{ $value | humanizePercentage }} of the rounds of {{ $labels.job }} a draft "
-            "worker was too late.",
+            description="In {{ $value | humanizePercentage }} of the rounds of {{ $labels.job }}, or for so "
+            "many of the requests that rounds are to have drafts for, a draft worker was too late.",
         ),
         Alert(
             name="DrafthouseDraftPoolFull",
-            # Of requests that rounds were to have drafts for. Memory may be short while places are free.
-            expression=f"{_15M.rate('fallback_requests_by_reason', where=_NO_ROOM)} / "
-            f"{_15M.rate('speculation_request_rounds', where=_WITH_DRAFTS)} > 0.05",
+            # Memory may be short while places are free.
+            expression=f"{_without_drafts(_15M, _NO_ROOM)} > 0.05",
             lasting="15m",
             severity="info",
             summary="{{ $labels.job }}: the draft pool is full",

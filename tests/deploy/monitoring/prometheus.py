@@ -49,9 +49,9 @@ class Prometheus:
         """Return the values of an expression now, of whatever labels."""
         return [float(series["value"][1]) for series in self.get("query", query=expression)["result"]]
 
-    def wait_for(self, expression: str) -> None:
+    def wait_for(self, expression: str, patience_s: float = _PATIENCE_S) -> None:
         """Wait until an expression has a value."""
-        until_s = time.monotonic() + _PATIENCE_S
+        until_s = time.monotonic() + patience_s
         while not self.values(expression):
             assert time.monotonic() < until_s, f"nothing comes of {expression}"
             time.sleep(0.2)
@@ -59,7 +59,11 @@ class Prometheus:
 
 @contextmanager
 def running_prometheus(folder: Path, target: str, rules: str) -> Iterator[Prometheus]:
-    """Start one that scrapes `target` (HOST:PORT) as job `drafthouse` and evaluates `rules`."""
+    """Start one that scrapes `target` as job `drafthouse` and evaluates `rules`.
+
+    `target`: HOST:PORT, with https:// before it where it speaks TLS, by whatever certificate.
+    """
+    scheme, _, host = target.rpartition("://")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     (folder / "rules.yaml").write_text(rules)
@@ -69,7 +73,9 @@ global: {{scrape_interval: {SCRAPE_INTERVAL}, evaluation_interval: 1s}}
 rule_files: [rules.yaml]
 scrape_configs:
   - job_name: drafthouse
-    static_configs: [{{targets: ["{target}"]}}]
+    scheme: {scheme or "http"}
+    tls_config: {{insecure_skip_verify: true}}
+    static_configs: [{{targets: ["{host}"]}}]
 """
     )
     command = [

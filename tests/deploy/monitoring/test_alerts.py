@@ -376,7 +376,20 @@ def test_a_draft_pool_is_full_when_requests_go_without_drafts_for_it(tmp_path: P
         [
             scenario(without | few, set()),
             scenario(without | both, {"DrafthouseDraftPoolFull"}),
-            scenario(without | late, set()),
+            scenario(without | late, {"DrafthouseDraftsLate"}),
+        ],
+    )
+
+
+@needs_promtool
+def test_draft_workers_are_late_when_requests_go_without_drafts_for_it(tmp_path: Path) -> None:
+    """However few deadlines they miss, as one that is always late is seldom waited for. Not when few do."""
+    few = {series("draft_deadline_misses"): f"0+2x{MINUTES}", refused_for("late"): f"0+2x{MINUTES}"}
+    run_scenarios(
+        tmp_path,
+        [
+            scenario(well() | few, set()),
+            scenario(well() | few | {refused_for("late"): f"0+6x{MINUTES}"}, {"DrafthouseDraftsLate"}),
         ],
     )
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
-import yaml
 
+from deploy.api_keys import line_of, new_api_key
 from deploy.monitoring.alerts import availability_alerts
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
 from deploy.monitoring.objectives import DEFAULT_OBJECTIVES
@@ -23,6 +18,7 @@ from deploy.monitoring.promql import PREFIX
 from deploy.monitoring.rules import rules_yaml
 from tests.architectures import save_model
 from tests.deploy.monitoring.expressions import filled
+from tests.deploy.monitoring.live_faults import has_fired, kill, load, quickened
 from tests.deploy.monitoring.prometheus import Prometheus, needs_prometheus, running_prometheus
 from tests.deploy.serve_process import Server, launch, start
 from tests.ports import free_port
@@ -32,6 +28,7 @@ WINDOW = "30s"
 BUSY = frozenset(
     {
         ("Turned away and out of time", "turned away"),
+        ("Turned away and out of time", "API key at a limit"),
         ("How requests ended", "refused: {{reason}}"),
         ("Why a group was chosen", "{{reason}}"),
         ("Requests by drafter", "{{drafter}}"),
@@ -45,7 +42,8 @@ BUSY = frozenset(
         ("Drafters at work", "without a pool: share of time, last ten seconds"),
     }
 )
-"""Queries that need more load than the queues hold, several target groups, several drafters, or no pool."""
+"""Queries that need more load than the queues or a key's limits hold, several target groups, several
+drafters, or no pool."""
 NEEDS_MORE = {
     ("Drafts dropped", "{{reason}}"): "a draft that is late or stale",
     ("Tokens that drafts attend to", "{{job}}"): "speculative_config.kv.budget",
@@ -53,41 +51,6 @@ NEEDS_MORE = {
     ("Acceptance on what was held back", "tried"): "the same",
 }
 """Others that show nothing of either cluster here, and what they wait for."""
-
-
-@contextmanager
-def load(url: str, *, num_clients: int = 4, may_fail: bool = False, **parameters: object) -> Iterator[None]:
-    """Ask for completions, so many at a time, until the block ends.
-
-    Who is turned away asks again, and with `may_fail` who fails does, too.
-    """
-    over = threading.Event()
-    body = {
-        "model": "tiny",
-        "prompt": [2, 3, 4, 5] * 8,
-        "max_tokens": 48,
-        "ignore_eos": True,
-        **parameters,
-    }
-
-    def ask() -> None:
-        with httpx.Client(timeout=120) as client:
-            while not over.is_set():
-                answer = client.post(f"{url}/v1/completions", json=body)
-                if answer.status_code == 429 or (may_fail and answer.is_server_error):
-                    over.wait(0.2)
-                else:
-                    answer.raise_for_status()
-
-    threads = [threading.Thread(target=ask) for _ in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(120)
 
 
 def silent_queries(prometheus: Prometheus) -> dict[tuple[str, str], list[float]]:
@@ -129,9 +92,15 @@ def test_every_panel_shows_something_and_losses_are_noticed(tmp_path: Path) -> N
         server.clean_up()
 
 
-def start_busy(folder: Path) -> Server:
-    """Start a server with two target groups, which take one request at a time, and several drafters."""
+def start_busy(folder: Path) -> tuple[Server, str, str]:
+    """Start a server with two target groups, which take one request at a time, and several drafters.
+
+    Return it and two API keys, of which the second may have one request open.
+    """
     save_model(folder / "target", seed=1)
+    free, of_free = new_api_key("free", max_concurrency=None, tokens_per_minute=None)
+    bounded, of_bounded = new_api_key("bounded", max_concurrency=1, tokens_per_minute=None)
+    (folder / "keys").write_text(f"{line_of(of_free)}\n{line_of(of_bounded)}\n")
     text = f"""\
 target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
 speculative_config:
@@ -145,19 +114,25 @@ speculative_config:
 scheduler: {{max_num_seqs: 1, max_num_waiting: 1}}
 cache: {{num_blocks: 128, block_size: 8}}
 cluster: {{drain_timeout_s: 3, target_groups: {{num_groups: 2, bundle: {{num_cpus: 1}}}}}}
-http: {{port: {free_port()}, served_model_name: tiny}}
+http: {{port: {free_port()}, served_model_name: tiny, api_keys_file: {folder / "keys"}}}
 """
-    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
+    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp"))), free, bounded
 
 
 def test_what_more_load_groups_and_drafters_show(tmp_path: Path) -> None:
-    server = start_busy(tmp_path)
+    server, free, bounded = start_busy(tmp_path)
     try:
         with (
             running_prometheus(tmp_path, server.url.removeprefix("http://"), rules_yaml()) as prometheus,
-            load(server.url, num_clients=8, temperature=0.0),
+            load(server.url, num_clients=8, api_key=free, temperature=0.0),
+            load(server.url, num_clients=2, api_key=bounded, temperature=0.0),
         ):
-            for name in ("shadow_num_accepted_tokens", "drafter_num_accepted_tokens", "requests_refused"):
+            for name in (
+                "shadow_num_accepted_tokens",
+                "drafter_num_accepted_tokens",
+                "requests_refused",
+                "api_key_refusals",
+            ):
                 prometheus.wait_for(f"rate({PREFIX}{name}_total[{WINDOW}]) > 0")
             prometheus.wait_for('ALERTS{alertname="DrafthouseTurnsAway"}')
             silent = silent_queries(prometheus)
@@ -205,22 +180,6 @@ http: {{port: {free_port()}, served_model_name: tiny}}
     return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
 
 
-def quickened(rules: str) -> str:
-    """Return rules that look back two minutes, whatever they said, and fire after a second, or at once."""
-    content = yaml.safe_load(rules)
-    for rule in (rule for group in content["groups"] for rule in group["rules"]):
-        rule["expr"] = re.sub(r"\[\d+[a-z]\]", "[2m]", rule["expr"])
-        if rule.get("for", "0m") != "0m":
-            rule["for"] = "1s"
-    text: str = yaml.safe_dump(content)
-    return text
-
-
-def has_fired(alert: str) -> str:
-    """Return what has a value once an alert has fired."""
-    return f'count_over_time(ALERTS{{alertname="Drafthouse{alert}",alertstate="firing"}}[1h])'
-
-
 def wait_well(server: Server) -> None:
     """Wait until everybody is there."""
     until_s = time.monotonic() + 240
@@ -228,18 +187,6 @@ def wait_well(server: Server) -> None:
     while (there := {name: server.metric(name) for name in wanted}) != wanted:
         assert time.monotonic() < until_s, there
         time.sleep(0.5)
-
-
-def kill(server: Server, title: str, number: int) -> None:
-    """SIGKILL so many of Ray's processes that are called so."""
-    found = []
-    for process in server.processes():
-        with suppress(psutil.Error):
-            if "".join(process.cmdline()[:1]).startswith(f"ray::{title}"):
-                found.append(process)
-    assert len(found) >= number, found
-    for process in found[:number]:
-        process.kill()
 
 
 def test_faults_fire_the_alerts_that_are_for_them(tmp_path: Path) -> None:
