@@ -1,25 +1,28 @@
 """What it saves to verify drafts of a target's first layers from where these have stopped.
 
-    python -m benchmarks.exit_reuse --target models/demo/target --exit-layer 4 --json runs/exit-reuse.json
+    python -m benchmarks.exit_reuse --json benchmarks/results/exit-reuse.json    # three minutes; --quick: one
 
-Steps of one target, drafts and verification, that goes on from the drafts' hidden states or begins anew: in
+Steps of a target, drafts and verification, that goes on from the drafts' hidden states or begins anew: in
 turn (ABBA), on the same weights, K/V and tokens. It is one thread's CPU time: others on the machine disturb
-that least.
+that least. The targets are the demo target, and the same made as costly as 100 million parameters.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from benchmarks.inflate import inflate, layers_for_parameters
 from benchmarks.report import PairedRatio, progress_bar, report_headlines, run_in_turn, write_results
 from specdec.core.idle_work import IdleWork
 from specdec.core.ids import RequestId
@@ -45,10 +48,9 @@ _GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """What is measured of each target."""
 
-    target: Path
-    exit_layer: int
+    exit_layer: int = 4
     num_draft_tokens: int = 4
     batches: tuple[int, ...] = (1, 8, 32)
     context: int = 128
@@ -57,6 +59,11 @@ class Plan:
     """Pairs."""
     seconds: float = 0.4
     """Of one measurement, about."""
+
+
+FULL = Plan()
+QUICK = Plan(batches=(1, 8), rounds=5, seconds=0.2)
+_INFLATED_PARAMETERS = 100e6
 
 
 class TimedTarget(LocalTarget):
@@ -114,10 +121,10 @@ class Steps:
         return statistics.median(steps)
 
 
-def targets_of(plan: Plan) -> dict[str, TimedTarget]:
-    """Return two targets over the same compiled forwards."""
+def targets_of(folder: Path, plan: Plan) -> dict[str, TimedTarget]:
+    """Return two targets of one folder, over the same compiled forwards."""
     torch.set_num_threads(1)
-    loaded = load_model(ModelConfig(model=str(plan.target), dtype="bfloat16"))
+    loaded = load_model(ModelConfig(model=str(folder), dtype="bfloat16"))
     num_blocks = FIRST_BLOCK + max(plan.batches) * -(-(plan.context + plan.num_draft_tokens) // _BLOCK_SIZE)
     cache = CacheConfig(block_size=_BLOCK_SIZE, num_blocks=num_blocks)
     runner = ModelRunner(loaded, cache, max_num_seqs=max(plan.batches))
@@ -141,30 +148,24 @@ def targets_of(plan: Plan) -> dict[str, TimedTarget]:
     }
 
 
-def measure(plan: Plan) -> dict[str, Any]:
-    """Return seconds of a step, and of what of it is verification, and their ratios, by batch."""
-    targets = targets_of(plan)
+def measure(folder: Path, plan: Plan, tick: Callable[[], None]) -> list[dict[str, Any]]:
+    """Return, by batch, seconds of a step and of what of it is verification, and their ratios."""
+    targets = targets_of(folder, plan)
     cells: list[dict[str, Any]] = []
-    with progress_bar() as progress:
-        task = progress.add_task("steps", total=len(plan.batches) * 2 * (plan.rounds + 1))
-        for batch in plan.batches:
-            steps = {name: Steps(target, plan, batch) for name, target in targets.items()}
-            paired = run_in_turn(
-                {name: one.measure for name, one in steps.items()},
-                plan.rounds,
-                lambda: progress.advance(task),
-            )
-            verify_s = {name: one.verify_s[1:] for name, one in steps.items()}  # the first is to warm up
-            cells.append(
-                {
-                    "batch": batch,
-                    "step_s": paired.seconds,
-                    "verify_s": verify_s,
-                    "step_ratio": _ratio(paired.seconds),
-                    "verify_ratio": _ratio(verify_s),
-                }
-            )
-    return {"plan": plan, "cells": cells}
+    for batch in plan.batches:
+        steps = {name: Steps(target, plan, batch) for name, target in targets.items()}
+        paired = run_in_turn({name: one.measure for name, one in steps.items()}, plan.rounds, tick)
+        verify_s = {name: one.verify_s[1:] for name, one in steps.items()}  # the first is to warm up
+        cells.append(
+            {
+                "batch": batch,
+                "step_s": paired.seconds,
+                "verify_s": verify_s,
+                "step_ratio": _ratio(paired.seconds),
+                "verify_ratio": _ratio(verify_s),
+            }
+        )
+    return cells
 
 
 def _ratio(seconds: Mapping[str, Sequence[float]]) -> PairedRatio:
@@ -172,30 +173,39 @@ def _ratio(seconds: Mapping[str, Sequence[float]]) -> PairedRatio:
     return PairedRatio(tuple(resumed / anew for resumed, anew in pairs))
 
 
-def headlines(results: Mapping[str, Any]) -> dict[str, float]:
-    """Time with reuse as a share of that without: the middle of the pairs, and their bounds."""
+def headlines_of(targets: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    """Return time with reuse as a share of that without, by target: the middle of the pairs, and bounds."""
     numbers: dict[str, float] = {}
-    for cell in results["cells"]:
-        for what in ("step", "verify"):
-            ratio: PairedRatio = cell[f"{what}_ratio"]
-            name = f"{what}_ratio_b{cell['batch']}"
-            numbers |= {name: ratio.median, f"{name}_lower": ratio.lower, f"{name}_upper": ratio.upper}
+    for target, cells in targets.items():
+        for cell in cells:
+            for what in ("step", "verify"):
+                ratio: PairedRatio = cell[f"{what}_ratio"]
+                name = f"{target}_{what}_ratio_b{cell['batch']}"
+                numbers |= {name: ratio.median, f"{name}_lower": ratio.lower, f"{name}_upper": ratio.upper}
     return numbers
 
 
 def main(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")] = Path("models/demo/target"),
-    exit_layer: Annotated[int, typer.Option(help="Layers that draft.")] = 4,
-    rounds: Annotated[int, typer.Option(help="Pairs of measurements.")] = 8,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write raw results here.")] = None,
+    quick: Annotated[bool, typer.Option(help="Two batches, shorter.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write raw results here.")] = None,
+    models: Annotated[Path, typer.Option(help="Folder with target/.")] = Path("models/demo"),
 ) -> None:
     """Measure what verification saves that goes on from where drafts have stopped.
 
-    Example: python -m benchmarks.exit_reuse --target runs/target-100m --json runs/exit-reuse.json
+    Example: python -m benchmarks.exit_reuse --quick
     """
-    results = measure(Plan(target=target, exit_layer=exit_layer, rounds=rounds))
-    write_results(json_file, results)
-    report_headlines(headlines(results))
+    plan = QUICK if quick else FULL
+    targets: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as temporary, progress_bar() as progress:
+        inflated = Path(temporary) / "target"
+        num_layers = layers_for_parameters(models / "target", _INFLATED_PARAMETERS)
+        inflate(models / "target", inflated, num_layers)
+        for name, folder in (("demo", models / "target"), ("inflated", inflated)):
+            task = progress.add_task(name, total=len(plan.batches) * 2 * (plan.rounds + 1))
+            targets[name] = measure(folder, plan, partial(progress.advance, task))
+    headlines = headlines_of(targets)
+    write_results(json, {"plan": plan, "targets": targets, "headlines": headlines})
+    report_headlines(headlines)
 
 
 if __name__ == "__main__":
