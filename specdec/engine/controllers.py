@@ -111,7 +111,7 @@ def controller_for(
     place = speculative.budgeted_choice
     budgeted = None if place is None else speculative.choices[place]
     settings = ControllerSettings(
-        max_draft_tokens=speculative.num_speculative_tokens,
+        max_draft_tokens=max(drafter_caps, default=speculative.num_speculative_tokens),
         modes=allowed,
         num_rows_beside=speculative.num_rows_beside,
         max_branches=speculative.max_branches,

@@ -54,7 +54,7 @@ _TRIAL_SHARE = 0.01
 _EARLY_ROUNDS_BETWEEN, _ROUNDS_BETWEEN = 16, 96
 """Rounds from the end of a trial to the next: of an arm that is hardly known, and of others, at least."""
 _ROUNDS_BETWEEN_REVIEWS = 8
-"""However often requests come and go: it takes about a millisecond."""
+"""However often requests come and go: it takes a few milliseconds."""
 _ENOUGH_WISHES = 24.0
 """Proposals asked for from which on it is known whether an arm may pay at all."""
 _FADING_ROUNDS = 2048
@@ -285,9 +285,13 @@ class DrafterPicks:
         if self._budgets is None:
             return values.copy()
         places = range(len(self._caps))
-        at = np.array([[self._arms.index(self._arm(one, place)) for place in places] for one in sequences])
+        at = np.array([[self._column(self._arm(one, place)) for place in places] for one in sequences])
         with_budgets: Floats = np.take_along_axis(values, at[:, :, None], axis=1)
         return with_budgets
+
+    def _column(self, arm: Arm) -> int:
+        """Return the place of an arm among all: budgets come behind the drafters."""
+        return arm.drafter if arm.budget is None else len(self._caps) + arm.budget
 
     def _review_budgets(
         self, budgets: DrafterBudgets, sequences: Sequence[Schedulable], values: Floats, margin: float
@@ -311,14 +315,14 @@ class DrafterPicks:
 
     def _note_best(self, sequences: Sequence[Schedulable]) -> None:
         """Remember what most of each class have: what those begin with that come."""
-        picks = [
-            (one.class_name, self._picks[one.request_id]) for one in sequences if one.own_drafter is None
-        ]
-        for name in {name for name, _ in picks}:
-            its = Counter(pick for other, pick in picks if other == name)
+        picks: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for one in sequences:
+            if one.own_drafter is None:
+                picks[one.class_name][self._picks[one.request_id]] += 1
+        for name, its in picks.items():
             self._best_of_class[name] = its.most_common(1)[0][0]
         if picks:
-            self._best = Counter(pick for _, pick in picks).most_common(1)[0][0]
+            self._best = sum(picks.values(), Counter()).most_common(1)[0][0]
 
     def _classes_of(self, one: Schedulable) -> dict[RequestId, str]:
         return {
@@ -333,7 +337,8 @@ class DrafterPicks:
     def _least_known(self, free: Sequence[Schedulable]) -> tuple[Arm, float]:
         """Return the arm that least is known of, of those that somebody may have, and how much that is."""
         known = self._num_wishes({one.class_name for one in free})
-        there = [at for at, arm in enumerate(self._arms) if any(self._may_have(one, arm) for one in free)]
+        those = [one for one in free if _may_get_drafts(one)] or free
+        there = [at for at, arm in enumerate(self._arms) if any(self._may_have(one, arm) for one in those)]
         least = min(there, key=known.__getitem__)
         return self._arms[least], known[least]
 
@@ -363,12 +368,13 @@ class DrafterPicks:
         those = [
             one
             for one in free
-            if had[one.request_id] != arm and self._may_have(one, arm) and one.max_draft_tokens > 0
+            if had[one.request_id] != arm and self._may_have(one, arm) and _may_get_drafts(one)
         ]
         if not those:
             self._next_trial = now + _ROUNDS_BETWEEN
             return
         fixed = costs.rate * costs.fixed_s
+        is_asked = any(self.drafter(one) == arm.drafter for one in sequences)
         before = self._worth(sequences, values, fixed)
         for one in those[-max(1, len(free) // TRIED_SHARE) :]:
             self._trying[one.request_id] = _Tried(one, had[one.request_id], self._arm(one, arm.drafter))
@@ -377,8 +383,8 @@ class DrafterPicks:
         self._trial_end = now + _TRIAL_ROUNDS
         wait: float = _EARLY_ROUNDS_BETWEEN
         if num_wishes >= _ENOUGH_WISHES:
-            # It is asked for a token at least, though it costs more than that brings.
-            asked = float(fixed[arm.drafter, 0]) if len(those) == len(free) else 0.0
+            # A drafter that nobody has is asked for a token at least, though it costs more than that brings.
+            asked = 0.0 if is_asked else float(fixed[arm.drafter, 0])
             loss = _TRIAL_ROUNDS * max(before.tokens - after.tokens + asked, _LEAST_LOSS * tokens)
             wait = max(_ROUNDS_BETWEEN, loss / (_TRIAL_SHARE * tokens))
         self._next_trial = self._trial_end + int(wait)
@@ -399,7 +405,8 @@ class DrafterPicks:
     def _give(self, one: Schedulable, arm: Arm) -> None:
         if one.own_drafter is None:
             self._picks[one.request_id] = arm.drafter
-        if arm.budget is not None and self._budgets is not None:
+        # It may have got a budget of its own since.
+        if arm.budget is not None and self._budgets is not None and self._has_choice(one, arm.drafter):
             self._give_budget(self._budgets, one, arm.budget)
 
     def _give_budget(self, budgets: DrafterBudgets, one: Schedulable, place: int) -> None:
@@ -416,6 +423,10 @@ class DrafterPicks:
         self._picks = without_gone(self._picks, present)
         if self._budgets is not None:
             self._budgets.forget_gone(present)
+
+
+def _may_get_drafts(one: Schedulable) -> bool:
+    return one.max_draft_tokens > 0 and one.requested_draft_tokens != 0
 
 
 def _key(request_id: RequestId, drafter: int) -> RequestId:

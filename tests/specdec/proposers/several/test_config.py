@@ -76,6 +76,18 @@ def test_one_of_several_may_have_a_list_of_budgets(drafter: dict[str, Any]) -> N
     assert budgets.own_draft_fault(255, "lookup") is None
 
 
+def test_one_choice_beside_a_shadow_drafts_no_more_than_it_may() -> None:
+    config = several(
+        {**LOOKUP, "num_speculative_tokens": 2}, {**MODEL, "shadow": 0.1}, num_speculative_tokens=6
+    )
+    engine = EngineConfig.model_validate(
+        {"target": {"model": "/models/target"}, "speculative_config": config}
+    )
+    controller = controller_for(engine, assumed_profile())
+    assert isinstance(controller, GoodputController)
+    assert controller._settings.max_draft_tokens == 2
+
+
 def test_one_alone_is_what_it_was() -> None:
     config = SpeculativeConfig(method="ngram")
     assert config.budgeted_choice is None

@@ -15,7 +15,7 @@ from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.acceptance import AcceptanceTracker
 from specdec.scheduling.speculation.controller import DraftOutcome, bounded_choice
 from specdec.scheduling.speculation.drafter_budgets import TRIED_SHARE, BudgetedDrafter, DrafterBudgets
-from specdec.scheduling.speculation.drafter_picks import DrafterPicks
+from specdec.scheduling.speculation.drafter_picks import Arm, DrafterPicks, _class_name, _key
 from specdec.scheduling.speculation.drafter_worth import DrafterCosts
 from specdec.scheduling.speculation.goodput_controller import GoodputController
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
@@ -241,6 +241,57 @@ def test_who_tries_gets_back_what_it_had(
     assert len(trials) <= 8
     gaps = [later - earlier for (_, earlier), (_, later) in itertools.pairwise(trials)]
     assert gaps[0] < 40 < 96 < gaps[-1], "soon at first, seldom once they are known"
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_another_budget_of_a_drafter_that_is_asked_anyway_costs_no_more_than_it_reads(number: int) -> None:
+    """What it costs however many take part (1 ms, a token of all requests) is not for the trial to pay."""
+    picks = picks_among()
+    requests = [free_request(f"r{index}", 4_000, own_drafter=1) for index in range(number)]
+    costs = replace(COSTS_OF_TWO, fixed_s=np.full((2, 4), 1e-3), token_s=np.zeros(2))
+    begun: list[int] = []
+    was_trying = False
+    for now in range(1000):
+        play(picks, requests, now, costs)
+        if picks.has_trial and not was_trying:
+            begun.append(now)
+        was_trying = picks.has_trial
+    assert begun[-1] - begun[-2] < 120
+
+
+def test_who_wants_no_drafts_tries_nothing() -> None:
+    """It would be asked for none, and nothing be learnt."""
+    picks = picks_among()
+    never = free_request("never", 4_000, requested_draft_tokens=0)
+    asked = [free_request(f"r{number}", 4_000) for number in range(3)]
+    for now in range(400):
+        picks.review(now, [*asked, never], COSTS_OF_TWO)
+        assert not picks.is_trying(never.request_id)
+        names = [one.request_id for one in asked]
+        picks.note(
+            [DraftOutcome(request_id=name, num_drafted=4, num_accepted=2) for name in names],
+            dict.fromkeys(names, 4),
+            {one.request_id: picks.drafter(one) for one in asked},
+        )
+    known = picks._num_wishes({"other"})
+    assert all(known[picks._arms.index(arm)] for arm in (Arm(0), Arm(1, 0), Arm(1, 1)))
+
+
+def test_a_budget_that_is_set_during_a_trial_stays() -> None:
+    picks = picks_among()
+    requests = [free_request(f"r{number}", 4_000, own_drafter=1) for number in range(4)]
+    now = 0
+    while not picks.has_trial:
+        play(picks, requests, now)
+        now += 1
+    (trying,) = (one for one in requests if picks.is_trying(one.request_id))
+    for one in requests:
+        one.has_own_kv_budget, one.kv_budget = True, 700
+    while picks.has_trial:
+        play(picks, requests, now)
+        now += 1
+    assert picks._classes[_key(trying.request_id, 1)] == _class_name("other", Arm(1))
+    assert picks.draft_context(trying) == 700
 
 
 def test_who_has_a_drafter_of_its_own_has_its_budget_picked() -> None:
