@@ -153,7 +153,7 @@ QUICK = Plan(
         *_grid(_COLOCATED, (64,), (128,), (0.2, 0.95)),
     ),
     steps=((_COLOCATED, StepPlan(repeats=1)),),
-    pairs=6,
+    pairs=5,
     block_s=0.5,
     try_s=0.15,
     cold_s=(1.0, 1.0),
