@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_tiles.h"
 #include "observation.h"
 #include "packed_rows.h"
 #include "simd.h"
@@ -163,7 +164,17 @@ class BlockAttention {
         row_bytes_(layer.row_bytes(sizeof(T))),
         num_units_(round_up((layer.head_dim + Units<T>::per - 1) / Units<T>::per, kLanes)),
         num_words_(num_units_ * Units<T>::words),
-        padded_dim_(round_up(layer.head_dim, kLanes)) {}
+        padded_dim_(round_up(layer.head_dim, kLanes)),
+        uses_amx_(uses_amx()) {}
+
+  // Whether products are those of a matrix unit.
+  static bool uses_amx() {
+#ifdef DH_AMX
+    return std::is_same_v<T, bf16> && has_amx();
+#else
+    return false;
+#endif
+  }
 
   int padded_dim() const { return padded_dim_; }
 
@@ -181,6 +192,13 @@ class BlockAttention {
       uint32_t* target = query_ + r * num_words_;
       for (int unit = 0; unit < num_units_; ++unit) Units<T>::spread(target + unit * Units<T>::words, units[unit]);
     }
+#ifdef DH_AMX
+    if (uses_amx_) {
+      for (int r = 0; r < block.count; r += kTileRows)
+        rows_to_columns(query_ + r * num_words_, num_words_, std::min(kTileRows, block.count - r), num_units_,
+                        query_columns_ + r * num_units_);
+    }
+#endif
   }
 
   // Records the sums of blocks of the keys [first, last), which are attended to next, when a row is observed.
@@ -333,7 +351,12 @@ class BlockAttention {
     find_rows(layer_.key_pool, count);
     const int padded = round_up(count, kLanes);
     std::fill(rows_ + count, rows_ + padded, kNoNumbers);
-    for (int tile = 0; tile < padded;) {
+#ifdef DH_AMX
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (uses_amx_) score_in_tiles(padded);
+    }
+#endif
+    for (int tile = uses_amx_ ? padded : 0; tile < padded;) {
       const int here = std::min(kScoreTiles, (padded - tile) / kLanes);
       for (int i = 0; i < here; ++i) load_columns(tile + i * kLanes, columns_ + i * kLanes * num_units_);
       one_of<kScoreTiles>(here, [&](auto tiles) {
@@ -351,6 +374,82 @@ class BlockAttention {
       mask(r, key, padded);
     }
   }
+
+#ifdef DH_AMX
+  // As `score`, but for the mask.
+  void score_in_tiles(int padded) {
+    const int num_tiles = padded / kTileRows, all = num_tiles * block_.count;
+    const char* keys[kStep / kTileRows];
+    int64_t key_bytes = row_bytes_;
+    // Sixteen keys that begin at a multiple of sixteen are neighbours. What lies behind the last key is masked.
+    if (!layer_.is_packed && layer_.block_size % kTileRows == 0 && layer_.head_dim % (2 * kTileUnits) == 0) {
+      for (int tile = 0; tile < num_tiles; ++tile) keys[tile] = reinterpret_cast<const char*>(rows_[tile * kTileRows]);
+    } else {
+      key_bytes = num_units_ * int64_t(sizeof(uint32_t));
+      for (int t = 0; t < padded; ++t) {
+        uint32_t* key = columns_ + t * num_units_;
+        std::memcpy(key, rows_[t], layer_.head_dim * sizeof(T));
+        std::memset(reinterpret_cast<T*>(key) + layer_.head_dim, 0, key_bytes - layer_.head_dim * sizeof(T));
+      }
+      for (int tile = 0; tile < num_tiles; ++tile)
+        keys[tile] = reinterpret_cast<const char*>(columns_ + tile * kTileRows * num_units_);
+    }
+    for (int r = 0; r < block_.count; r += kTileRows) {
+      const int num_rows = std::min(kTileRows, block_.count - r);
+      one_of<kStep / kTileRows>(num_tiles, [&](auto tiles) {
+        score_tiles<tiles.value>(keys, key_bytes, query_columns_ + r * num_units_, num_units_, tile_sums_);
+      });
+      for (int tile = 0; tile < num_tiles; ++tile) {
+        const int before = r * num_tiles + tile * num_rows;
+        ask_next(layer_.key_pool, before, before + num_rows, all);
+        scores_to_rows(tile_sums_ + tile * kTileNumbers, num_rows, layer_.scaling,
+                       scores_ + r * kStep + tile * kTileRows, kStep);
+      }
+    }
+  }
+
+  // Adds values to the sums; their weights are packed.
+  void accumulate_in_tiles(int count) {
+    const int num_steps = (count + kTileTokens - 1) / kTileTokens, num_tokens = num_steps * kTileTokens;
+    const int columns = round_up(layer_.head_dim, 2 * kTileUnits);
+    const int64_t step_numbers = int64_t(columns) * kTileUnits;
+    std::fill(rows_ + count, rows_ + num_tokens, kNoNumbers);
+    for (int r = 0; r < block_.count; ++r) {
+      const int padded = round_up(count, kLanes);
+      std::memset(reinterpret_cast<T*>(scores_ + r * kStep) + padded, 0, (num_tokens - padded) * sizeof(T));
+    }
+    for (int t = 0; t < num_tokens; t += 2) {
+      pair_values(rows_[t], rows_[t + 1], layer_.head_dim, t % kTileTokens / 2,
+                  columns_ + t / kTileTokens * step_numbers);
+      ask_next(layer_.value_pool, num_tokens + t, num_tokens + t + 2, 2 * num_tokens);
+    }
+    for (int r = 0; r < block_.count; r += kTileRows) {
+      const int num_rows = std::min(kTileRows, block_.count - r);
+      for (int d = 0; d < columns; d += kTilesOfValues * kTileUnits) {
+        const uint32_t* tiles = columns_ + d * kTileUnits;
+        if (columns - d >= kTilesOfValues * kTileUnits)
+          add_values<kTilesOfValues>(r, num_rows, d, tiles, step_numbers, num_steps);
+        else
+          add_values<kTilesOfValues / 2>(r, num_rows, d, tiles, step_numbers, num_steps);
+      }
+    }
+  }
+
+  template <int N>
+  void add_values(int r, int num_rows, int d, const uint32_t* tiles, int64_t step_numbers, int num_steps) {
+    value_tiles<N>(scores_ + r * kStep, kStep * sizeof(float), tiles, step_numbers, num_steps, tile_sums_);
+    for (int i = 0; i < num_rows; ++i) {
+      const float rescale = rescale_[r + i];
+      for (int c = 0; c < N; c += 2) {
+        float* weighted = weighted_ + (r + i) * padded_dim_ + d + c * kTileUnits;
+        const float* sums = tile_sums_ + (i * N + c) * kTileUnits;
+        storev(weighted, multiply_add(loadv(weighted), rescale, in_order<false>(sums)));
+        if (d + (c + 1) * kTileUnits < padded_dim_)
+          storev(weighted + kTileUnits, multiply_add(loadv(weighted + kTileUnits), rescale, in_order<true>(sums)));
+      }
+    }
+  }
+#endif
 
   // kLanes keys as columns: columns[unit][lane] is unit `unit` of the step's key `tile + lane`.
   void load_columns(int tile, uint32_t* columns) const {
@@ -485,6 +584,11 @@ class BlockAttention {
       if (layer_.is_packed) scale_row(r, round_up(count, kLanes));
       Weighted<T>::pack(scores_ + r * kStep, round_up(count, kLanes));
     }
+#ifdef DH_AMX
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (uses_amx_) return accumulate_in_tiles(count);
+    }
+#endif
     int d = 0;
     for (; d + 4 * kLanes <= layer_.head_dim; d += 4 * kLanes) accumulate_columns<4>(d, count);
     for (; d + kLanes <= layer_.head_dim; d += kLanes) accumulate_columns<1>(d, count);
@@ -549,6 +653,7 @@ class BlockAttention {
   const int num_units_;
   const int num_words_;  // of a query row, which is spread
   const int padded_dim_;
+  const bool uses_amx_;
 
   RowBlock block_ = {};
   int64_t row_start_ = 0;
@@ -566,6 +671,10 @@ class BlockAttention {
   alignas(64) T unpacked_[kStep * kMaxHeadDim];
   alignas(64) float scales_[kStep];
   alignas(64) uint32_t query_[kRowBlock * kMaxHeadDim];
+#ifdef DH_AMX
+  alignas(64) uint32_t query_columns_[kRowBlock * kMaxHeadDim / 2];
+  alignas(64) float tile_sums_[kStep * kTileRows];
+#endif
   alignas(64) uint32_t columns_[kScoreTiles * kMaxHeadDim * kLanes];
   alignas(64) float scores_[kRowBlock * kStep];
   alignas(64) float weighted_[kRowBlock * kMaxHeadDim];
@@ -729,6 +838,9 @@ template <typename T>
 void paged_attention(const Share& share, const Step& step, const Layer& layer, const Operands<T>& op,
                      AttentionPlan& plan, PartialResults& partials) {
   BlockAttention<T> attention(step, layer, op);
+#ifdef DH_AMX
+  if (attention.uses_amx()) shape_for_attention();
+#endif
   static thread_local BlockSums sums;
   const bool is_observed = observes(step, layer);
   for (int i = plan.share_start[share.index]; i < plan.share_start[share.index + 1]; ++i) {
@@ -748,6 +860,9 @@ void paged_attention(const Share& share, const Step& step, const Layer& layer, c
       merge_chunks(attention, plan, split, partials, is_observed);
     }
   }
+#ifdef DH_AMX
+  if (attention.uses_amx()) release_tiles();
+#endif
 }
 
 }  // namespace dh

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "amx.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -238,10 +239,140 @@ inline void linear_panels(const Linear& linear, const Panels& panels, const Pane
   });
 }
 
+#ifdef DH_AMX
+// Rows whose sums are in tiles at a time: two tiles of them, times those of a panel's columns. Of one tile of rows, few
+// as they are, those of two panels: a sum waits for its predecessor.
+constexpr int kRowsInTiles = 2 * kTileRows;
+constexpr int kTilesOfPanel = kPanelColumns / kTileRows;
+constexpr int kTilesOfRows = 4, kTilesOfWeights = 6;  // behind the sums
+constexpr int64_t kUnitBytes = sizeof(uint32_t);
+
+// Sums of `num_rows` rows, in R tiles, times P panels, row after row. Units that are missing in the last tile are zeros.
+// Panels are asked for ahead, unless they have been read before.
+template <int R, int P>
+void sum_in_tiles(const Panels& panels, const Panels& next, bool are_new, int num_units, const bf16* x,
+                  int64_t x_stride, int num_rows, float* sums) {
+  constexpr int C = P * kTilesOfPanel;
+  static_assert(R * C <= kTilesOfRows);
+  const int rows_each = (num_rows + R - 1) / R;
+  const auto add = [&](const void* rows, int64_t row_bytes, const uint32_t* weights, int64_t panel_size) {
+    load_tile<kTilesOfRows>(rows, row_bytes);
+    if constexpr (R == 2) load_tile<kTilesOfRows + 1>(static_cast<const char*>(rows) + rows_each * row_bytes, row_bytes);
+    [&]<int... c>(std::integer_sequence<int, c...>) {
+      ((load_tile<kTilesOfWeights + c % 2>(weights + c / kTilesOfPanel * panel_size + c % kTilesOfPanel * kTileUnits,
+                                           kPanelColumns * kUnitBytes),
+        add_tile_products<c, kTilesOfRows, kTilesOfWeights + c % 2>(),
+        R == 2 ? add_tile_products<(R - 1) * C + c, kTilesOfRows + R - 1, kTilesOfWeights + c % 2>() : void()),
+       ...);
+    }(std::make_integer_sequence<int, C>{});
+  };
+  [&]<int... tile>(std::integer_sequence<int, tile...>) {
+    (zero_tile<tile>(), ...);
+  }(std::make_integer_sequence<int, R * C>{});
+  int unit = 0;
+  for (; unit + kTileUnits <= num_units; unit += kTileUnits) {
+    const bool is_last = unit + 2 * kTileUnits > num_units;
+    const Panels& ahead = is_last ? next : panels;
+    if (are_new && ahead.data != nullptr) {
+      const uint32_t* at = is_last ? next.data : panels.data + int64_t(unit + kTileUnits) * kPanelColumns;
+      for (int p = 0; p < P; ++p)
+        for (int line = 0; line < kTileUnits * kPanelColumns; line += kUnitsOfLine)
+          prefetch_line(at + p * ahead.size + line);
+    }
+    add(x + unit * Units<bf16>::per, x_stride * int64_t(sizeof(bf16)), panels.data + int64_t(unit) * kPanelColumns,
+        panels.size);
+  }
+  if (unit < num_units) {
+    alignas(64) uint32_t rows[kRowsInTiles * kTileUnits] = {}, weights[P * kTileUnits * kPanelColumns] = {};
+    const int rest = num_units - unit;
+    for (int row = 0; row < num_rows; ++row)
+      std::memcpy(rows + row * kTileUnits, x + row * x_stride + unit * Units<bf16>::per, rest * kUnitBytes);
+    for (int p = 0; p < P; ++p)
+      std::memcpy(weights + p * kTileUnits * kPanelColumns,
+                  panels.data + p * panels.size + int64_t(unit) * kPanelColumns, rest * kPanelColumns * kUnitBytes);
+    add(rows, kTileUnits * kUnitBytes, weights, kTileUnits * kPanelColumns);
+  }
+  [&]<int... tile>(std::integer_sequence<int, tile...>) {
+    (store_tile<tile>(sums + (tile / C * rows_each * C + tile % C) * kTileRows, C * kTileRows * sizeof(float)), ...);
+  }(std::make_integer_sequence<int, R * C>{});
+}
+
+// Shapes of tiles for sums of rows times C tiles of columns.
+template <int R, int C>
+void shape_for_sums(int num_rows) {
+  TileShapes shapes;
+  for (int r = 0; r < R; ++r) {
+    const int here = (num_rows + R - 1 - r) / R;
+    for (int c = 0; c < C; ++c) shapes.set(r * C + c, here);
+    shapes.set(kTilesOfRows + r, here);
+  }
+  for (int i = 0; i < 2; ++i) shapes.set(kTilesOfWeights + i, kTileRows);
+  shape_tiles(shapes);
+}
+
+template <int R, int P>
+void linear_tiles(const Linear& linear, const Panels& panels, const Panels& next, bool are_new, int panel,
+                  const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride, int num_rows) {
+  constexpr int V = P * kPanelVectors;
+  alignas(64) float sums[R * kTileRows * P * kPanelColumns];
+  sum_in_tiles<R, P>(panels, next, are_new, linear.num_units, x, x_stride, num_rows, sums);
+  for (int row = 0; row < num_rows; ++row)
+    store_tile<bf16, 1, V>(reinterpret_cast<const f32v*>(sums + row * P * kPanelColumns),
+                           static_cast<const bf16*>(linear.bias), linear.num_columns, panel * kPanelColumns,
+                           y + row * y_stride, y_stride);
+}
+
+// As `linear`.
+inline void linear_in_tiles(const Linear& linear, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride,
+                            int num_rows, int first, int last, const Panels& next) {
+  static thread_local std::vector<uint32_t> packed;
+  const bool is_packed = linear.panels != nullptr;
+  if (!is_packed) packed.resize(std::max<size_t>(packed.size(), linear.panel_size()));
+  const auto at = [&](int panel) {
+    if (is_packed) return Panels{linear.panels + panel * linear.panel_size(), linear.panel_size()};
+    pack_panel(static_cast<const bf16*>(linear.rows), linear.row_stride, linear.num_columns, linear.num_units, panel,
+               packed.data());
+    return Panels{packed.data(), 0};
+  };
+  const auto after = [&](int panel) {
+    return panel == last ? next : is_packed ? at(panel) : Panels{};
+  };
+  int panel = first, shaped_for = 0;
+  if (num_rows <= kTileRows) {
+    if (is_packed && panel + 2 <= last) {
+      shape_for_sums<1, 2 * kTilesOfPanel>(num_rows);
+      for (; panel + 2 <= last; panel += 2)
+        linear_tiles<1, 2>(linear, at(panel), after(panel + 2), true, panel, x, x_stride, y, y_stride, num_rows);
+    }
+    if (panel < last) shape_for_sums<1, kTilesOfPanel>(num_rows);
+    for (; panel < last; ++panel)
+      linear_tiles<1, 1>(linear, at(panel), after(panel + 1), true, panel, x, x_stride, y, y_stride, num_rows);
+  } else {
+    for (; panel < last; ++panel) {
+      const Panels panels = at(panel);
+      in_even_parts(kRowsInTiles, num_rows, [&](int count, int row) {
+        if (count != shaped_for) shape_for_sums<2, kTilesOfPanel>(shaped_for = count);
+        linear_tiles<2, 1>(linear, panels, after(panel + 1), row == 0, panel, x + row * x_stride, x_stride,
+                           y + row * y_stride, y_stride, count);
+      });
+    }
+  }
+  release_tiles();
+}
+#endif
+
 // y [rows, columns] = x [rows, inner] W^T + bias for panels [first, last); after them `next` is read.
 template <typename T>
 void linear(const Linear& linear, const T* x, int64_t x_stride, T* y, int64_t y_stride, int64_t rows, int first,
             int last, const Panels& next = {}) {
+#ifdef DH_AMX
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (has_amx()) {
+      linear_in_tiles(linear, x, x_stride, y, y_stride, int(rows), first, last, next);
+      return;
+    }
+  }
+#endif
   int panel = first;
   if (linear.panels == nullptr) {
     // Packed panel by panel, each time: memory is slower than the transposition.
