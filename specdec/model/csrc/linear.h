@@ -325,6 +325,7 @@ void linear_tiles(const Linear& linear, const Panels& panels, const Panels& next
 // As `linear`.
 inline void linear_in_tiles(const Linear& linear, const bf16* x, int64_t x_stride, bf16* y, int64_t y_stride,
                             int num_rows, int first, int last, const Panels& next) {
+  if (num_rows == 0) return;  // no logits are asked for; there are no tiles without rows
   static thread_local std::vector<uint32_t> packed;
   const bool is_packed = linear.panels != nullptr;
   if (!is_packed) packed.resize(std::max<size_t>(packed.size(), linear.panel_size()));
