@@ -70,7 +70,8 @@ class BlockSums {
     float& known_maximum = maxima_[size_t(r) * width_ + block - first_];
     float& total = totals_[size_t(r) * width_ + block - first_];
     if (maximum > known_maximum) {
-      total *= expv(splat(known_maximum - maximum))[0];  // of -inf: 0
+      // Mostly nothing was known before: what is as small as exp(-inf) takes some processors hundreds of cycles.
+      if (total > 0.0f) total *= expv(splat(known_maximum - maximum))[0];
       known_maximum = maximum;
     } else if (maximum < known_maximum) {
       sum *= expv(splat(maximum - known_maximum))[0];

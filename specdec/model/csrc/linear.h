@@ -2,8 +2,8 @@
 //
 // The weight's rows (output columns) are packed in panels of 32 columns: for every unit of 32 bits along
 // the inner dimension (one float, or two neighbouring bf16), the 32 columns' units side by side, so that a
-// panel is read from end to end. An output is one sum over the inner dimension in ascending order, whatever
-// the number of rows or threads.
+// panel is read from end to end. An output is one sum over the inner dimension in ascending order (by a matrix unit:
+// of thirty-two numbers at a time), whatever the number of rows or threads.
 #pragma once
 
 #include <algorithm>

@@ -245,15 +245,19 @@ class AttentionContract(ABC):
             backend, self.make_case([(1, 70), (6, 9), (17, 30)], heads=heads, head_dim=self.small_head)
         )
 
+    @DTYPES
     @pytest.mark.parametrize("block_size", [1, 3, 8, 32, 256])
-    def test_any_block_size(self, backend: AttentionBackend, block_size: int) -> None:
-        self.check(backend, self.make_case([(1, 70), (6, 9), (17, 130)], block_size=block_size))
+    def test_any_block_size(self, backend: AttentionBackend, block_size: int, dtype: torch.dtype) -> None:
+        self.check(backend, self.make_case([(1, 70), (6, 9), (17, 130)], block_size=block_size, dtype=dtype))
 
+    @DTYPES
     @pytest.mark.parametrize("window", [1, 7, 64, 100])
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-    def test_sliding_windows(self, backend: AttentionBackend, window: int, trees: bool) -> None:
+    def test_sliding_windows(
+        self, backend: AttentionBackend, window: int, trees: bool, dtype: torch.dtype
+    ) -> None:
         shapes = [(1, 70), (6, 9), (17, 130), (5, 700), (3, 0)]
-        self.check(backend, self.make_case(shapes, window=window, trees=trees))
+        self.check(backend, self.make_case(shapes, window=window, trees=trees, dtype=dtype))
 
     @DTYPES
     @pytest.mark.parametrize("seed", range(4))
@@ -261,8 +265,9 @@ class AttentionContract(ABC):
         shapes = [(1, 70), (6, 9), (40, 130), (9, 60), (2, 0)]
         self.check(backend, self.make_case(shapes, trees=True, seed=seed, dtype=dtype))
 
-    def test_softcap(self, backend: AttentionBackend) -> None:
-        self.check(backend, self.make_case([(1, 70), (6, 9)], softcap=3.0))
+    @DTYPES
+    def test_softcap(self, backend: AttentionBackend, dtype: torch.dtype) -> None:
+        self.check(backend, self.make_case([(1, 70), (6, 9)], softcap=3.0, dtype=dtype))
 
     @pytest.mark.parametrize("window", [None, 600])
     def test_nan_in_a_query_comes_out_whatever_the_context(
