@@ -51,13 +51,28 @@ inline void score_tiles(const char* const* keys, int64_t key_bytes, const uint32
   }(std::make_integer_sequence<int, N>{});
 }
 
-// Takes sixteen scores of each of sixteen queries out of scores[key][query], times `scaling`: a row for each of the
-// first `num_rows` queries.
+// Takes sixteen scores of each query out of scores[key][query], times `scaling`: a row for each of the first `num_rows`
+// queries, four at a time.
 inline void scores_to_rows(const float* scores, int num_rows, float scaling, float* rows, int64_t row_stride) {
-  u32v square[kTileRows];
-  for (int key = 0; key < kTileRows; ++key) square[key] = load_as<u32v>(scores + key * kTileRows);
-  transpose(square);
-  for (int r = 0; r < num_rows; ++r) storev(rows + r * row_stride, (f32v)square[r] * scaling);
+  for (int r = 0; r < num_rows; r += 4) {
+    u32v four[4], pairs[4];
+    for (int i = 0; i < 4; ++i) {
+      const float* at = scores + i * kTileRows + r;
+      __m512i keys = _mm512_castsi128_si512(load_as<__m128i>(at));
+      keys = _mm512_inserti32x4(keys, load_as<__m128i>(at + 4 * kTileRows), 1);
+      keys = _mm512_inserti32x4(keys, load_as<__m128i>(at + 8 * kTileRows), 2);
+      four[i] = (u32v)_mm512_inserti32x4(keys, load_as<__m128i>(at + 12 * kTileRows), 3);
+    }
+    for (int i = 0; i < 4; i += 2) {
+      pairs[i] = interleave<1, false>(four[i], four[i + 1]);
+      pairs[i + 1] = interleave<1, true>(four[i], four[i + 1]);
+    }
+    for (int i = 0; i < 4 && r + i < num_rows; ++i) {
+      const u32v row = i % 2 == 0 ? interleave<2, false>(pairs[i / 2], pairs[i / 2 + 2])
+                                  : interleave<2, true>(pairs[i / 2], pairs[i / 2 + 2]);
+      storev(rows + (r + i) * row_stride, (f32v)row * scaling);
+    }
+  }
 }
 
 // Lays out values [tokens, head_dim] of two tokens as row `pair` of tiles of sixteen columns each, one tile behind the

@@ -13,7 +13,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FORMAT = 7
+PROFILE_FORMAT = 8
 """Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
 DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
 

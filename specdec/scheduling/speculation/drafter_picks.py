@@ -345,12 +345,12 @@ class DrafterPicks:
     def _ask_unknown(self, free: Sequence[Schedulable]) -> bool:
         """While nothing is drafted, have probes ask who is hardly known; return whether there is such."""
         arm, num_wishes = self._least_known(free)
-        if num_wishes >= _ENOUGH_WISHES:
+        those = [one for one in free if self._may_have(one, arm) and _may_get_drafts(one)]
+        if num_wishes >= _ENOUGH_WISHES or not those:
             return False
         self._end_trial()
-        for one in free:
-            if self._may_have(one, arm):
-                self._give(one, arm)
+        for one in those:
+            self._give(one, arm)
         return True
 
     def _begin_trial(

@@ -178,6 +178,26 @@ def test_a_trial_of_requests_that_have_gone_ends() -> None:
     assert booking.speculating_rounds < 0.2 * booking.rounds
 
 
+def test_who_wants_no_drafts_is_not_asked_for_while_nothing_is_drafted() -> None:
+    picks = DrafterPicks((4, 4), AcceptanceTracker(4))
+    costs = DrafterCosts(
+        rate=100.0,
+        row_s=1e-4,
+        fixed_s=np.zeros((2, 4)),
+        sequence_s=np.zeros(2),
+        token_s=np.zeros(2),
+        is_drafting=False,
+    )
+    wants, wants_none = fake_request("wants", 50), fake_request("wants none", 50)
+    wants_none.requested_draft_tokens = 0
+    picks.review(1, [wants, wants_none], costs)
+    for _ in range(100):  # of the first drafter enough is known
+        picks.note([], {wants.request_id: 4}, {wants.request_id: 0})
+    picks.review(2, [wants, wants_none], costs)
+    assert picks.of(wants.request_id, wants.class_name) == 1
+    assert picks.of(wants_none.request_id, wants_none.class_name) == 0
+
+
 def test_another_thread_may_ask_while_requests_are_forgotten() -> None:
     """Who asks for metrics; here it asks of a new request whenever an old one is looked up."""
     picks = DrafterPicks((4, 4), AcceptanceTracker(4))
