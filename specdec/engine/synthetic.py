@@ -20,7 +20,7 @@ from specdec.engine.config import EngineConfig
 from specdec.engine.targets.target import Target
 from specdec.engine.text.tokenizer import Tokenizer
 from specdec.proposers.synthetic_config import SyntheticAcceptance
-from specdec.sampling.made_up import NUM_TOKENS, guess
+from specdec.sampling.made_up_tokens import NUM_TOKENS, guess
 from specdec.sampling.noise import uniform
 
 

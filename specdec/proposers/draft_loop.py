@@ -10,8 +10,9 @@ from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import TokenConstraint
 from specdec.model.batch import NO_TOKEN, GeneratingRunner, PositionShift, Runner, SequenceSlice
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import TokenChooser
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.sampling.shaping import LogitShaper, apply_masks
 from specdec.verification.draft_rows import pack_rows
 

@@ -10,7 +10,7 @@ from specdec.core.proposal import NoiseStream
 from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.sampling.noise import round_seed
-from specdec.sampling.rows import SequenceSampling
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.tree.growth import TreeShape
 from specdec.verification.base import RuleCapabilities
 

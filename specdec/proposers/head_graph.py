@@ -27,8 +27,9 @@ from specdec.proposers.draft_graph import (
     leave_to_nobody,
     until_end,
 )
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import sample_eager
+from specdec.sampling.sequence_sampling import SequenceSampling
 
 
 class HeadStart(NamedTuple):

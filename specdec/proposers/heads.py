@@ -27,8 +27,9 @@ from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.head_graph import GraphedHeads, HeadStart
 from specdec.proposers.head_rows import HeadRows
 from specdec.proposers.prefix import SeenPrefix
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.sampling.shaping import LogitShaper, shaper_for
 from specdec.verification.draft_rows import pack_rows
 

@@ -20,8 +20,9 @@ from specdec.model.batch import GeneratingRunner, NativeChooser, Runner, Sequenc
 from specdec.proposers.draft_loop import ChainStart, shape_rows
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.sampling.noise_rows import gumbel_tokens, row_keys
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import TokenChooser
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.tree.growth import Child, GrowingTree, TokenTree
 from specdec.tree.topology import ROOT
 from specdec.verification.draft_rows import pack_rows

@@ -3,8 +3,8 @@
 The forwards, the noise, the kernels and the messages are real; only which token comes out is decided by a
 seeded generator (`noise`), so that speed can be measured at any acceptance without a drafter that has it.
 
-At position t of a stream the drafter guesses, the best first, (b + r) mod 256 for r = 0, 1, ..., where b
-is a hash of seed and t. The target answers with one of them, or with none; see `engine.synthetic`.
+What a drafter guesses is in `made_up_tokens`. The target answers with one of its guesses, or with none; see
+`engine.synthetic`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,13 @@ from typing import TYPE_CHECKING
 
 from specdec.core.proposal import NoiseStream
 from specdec.model.batch import NativeChooser
-from specdec.sampling.noise import row_key
-from specdec.sampling.rows import SamplingRows, SequenceSampling
+from specdec.sampling.made_up_tokens import guess
+from specdec.sampling.rows import SamplingRows
 from specdec.sampling.sampler import SampledRows, Sampler
+from specdec.sampling.sequence_sampling import SequenceSampling
 
 if TYPE_CHECKING:
     import torch
-
-NUM_TOKENS = 256
-"""Ids below this one are made up: `drafthouse_choose_made_up` in csrc/token_function.cpp knows it too."""
-
-
-def guess(seed: int, position: int, rank: int = 0) -> int:
-    """Return the drafter's guess number `rank` (0: what it drafts) at an absolute position."""
-    return (row_key(seed, position, "draft") + rank) % NUM_TOKENS
 
 
 class MadeUpChooser(Sampler):

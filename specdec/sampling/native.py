@@ -15,7 +15,8 @@ from specdec.attention.native import load_library, resolve_cache_dir
 from specdec.core.proposal import NoiseStream
 from specdec.model.batch import NativeChooser
 from specdec.sampling.noise import STREAM_TAGS
-from specdec.sampling.rows import SamplingRows, SequenceSampling, log_min_p_of, top_k_of
+from specdec.sampling.rows import SamplingRows, log_min_p_of, top_k_of
+from specdec.sampling.sequence_sampling import SequenceSampling
 
 SOURCE = Path(__file__).parent / "csrc" / "token_function.cpp"
 _NOTHING = -1

@@ -33,7 +33,7 @@ from specdec.model.parallel.cuts import VocabShard
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.surgery import gather_columns
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
-from specdec.sampling.rows import SamplingRows, SequenceSampling
+from specdec.sampling.rows import SamplingRows
 from specdec.sampling.sampler import (
     SampledRows,
     log_probabilities_at,
@@ -43,6 +43,7 @@ from specdec.sampling.sampler import (
     sample_eager,
     target_distribution,
 )
+from specdec.sampling.sequence_sampling import SequenceSampling
 
 _NEVER = float("-inf")
 _NUM_LISTED = 256

@@ -31,14 +31,6 @@ class RowSpec(NamedTuple):
     """Trees: row i samples position first_position + depths[i]; None: first_position + i."""
 
 
-class SequenceSampling(NamedTuple):
-    """What decides the tokens of one sequence beside its logits and their positions."""
-
-    params: SamplingParams
-    seed: int
-    """Noise key, unsigned 64-bit (`Request.seed`)."""
-
-
 def top_k_of(params: SamplingParams) -> int:
     """Return the top-k that a row gets, `KEEP_ALL_TOP_K` for none."""
     return min(params.top_k or KEEP_ALL_TOP_K, KEEP_ALL_TOP_K)

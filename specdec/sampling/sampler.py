@@ -27,7 +27,8 @@ from specdec.core.sampling_params import LogprobsMode, SamplingParams
 from specdec.model.batch import NativeChooser
 from specdec.sampling.native import NativeRanker, NativeTokenFunction
 from specdec.sampling.noise_rows import gumbel_rows, row_keys
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.sampling.transforms import scores_of
 
 __all__ = [

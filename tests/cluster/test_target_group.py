@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -212,3 +214,11 @@ def test_the_latest_draft_workers_are_told_last() -> None:
     first.join(20)
     second.join(20)
     assert proposer.heard == [[], [PeerId("draft")]]
+
+
+def test_coordinators_and_ingresses_need_no_pytorch() -> None:
+    code = (
+        "import cluster.coordinator, cluster.target_group, deploy.ingress, sys; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False", "2 s of a processor at each start, and 200 MB"

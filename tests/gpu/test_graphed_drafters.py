@@ -12,8 +12,8 @@ import torch
 from specdec.model.config import CompileConfig
 from specdec.proposers.head_graph import GraphedHeads, HeadStart
 from specdec.proposers.heads import Heads
-from specdec.sampling.rows import SequenceSampling
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.tree.growth import TreeShape
 from tests.specdec.proposers import feature_proposers, head_proposers
 from tests.specdec.proposers.graphed_drafters import make_graphed, recorded

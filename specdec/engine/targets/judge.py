@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specdec.core.plan import TargetWork
 from specdec.engine.targets.work_rows import node_parents
-from specdec.sampling.rows import SequenceSampling
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.verification.base import Draft, TargetRows, VerificationRule
 from specdec.verification.chance import CounterChance
 from specdec.verification.draft_rows import unpack_rows

@@ -46,7 +46,8 @@ from specdec.model.sampling_defaults import sampling_defaults_of
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_loop import ChainStart, FusedDraftLoop
 from specdec.proposers.hidden import HiddenSource
-from specdec.sampling.sampler import RowSpec, SamplingRows, SequenceSampling, TokenChooser
+from specdec.sampling.sampler import RowSpec, SamplingRows, TokenChooser
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.sampling.shaping import LogitShaper, apply_masks, shaper_for
 from specdec.tree.growth import TreeShape
 from specdec.verification.answers import verdict_of

@@ -12,8 +12,9 @@ from specdec.core.plan import TargetWork, WorkResult
 from specdec.core.proposal import NoiseStream
 from specdec.engine.targets.work_rows import all_rows
 from specdec.model.batch import NO_TOKEN
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import TokenChooser
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.tree.topology import topology_of
 
 

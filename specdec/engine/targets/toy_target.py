@@ -26,7 +26,7 @@ from specdec.engine.targets.judge import Judge
 from specdec.engine.targets.target import TargetDescription
 from specdec.engine.targets.work_rows import all_rows, rows_of_answer
 from specdec.sampling.noise import MASK_64, WEYL, gumbel, mix64
-from specdec.sampling.rows import SequenceSampling
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.tree.topology import ROOT, topology_of
 
 

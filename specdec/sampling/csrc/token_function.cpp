@@ -369,7 +369,7 @@ Row row_of(const Parameters& of, int64_t position, uint64_t stream_tag) {
 }
 
 constexpr uint64_t kDraftStream = 0x082EFA98EC4E6C89;  // STREAM_TAGS["draft"] of noise.py
-constexpr uint64_t kNumMadeUp = 256;                   // NUM_TOKENS of made_up.py
+constexpr uint64_t kNumMadeUp = 256;                   // NUM_TOKENS of made_up_tokens.py
 
 struct ChooserParameters {
     const Parameters* sequences;

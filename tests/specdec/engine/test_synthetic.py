@@ -22,7 +22,8 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_choice import DraftChoice
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.synthetic_config import SyntheticAcceptance
-from specdec.sampling.made_up import NUM_TOKENS, MadeUpChooser, guess
+from specdec.sampling.made_up import MadeUpChooser
+from specdec.sampling.made_up_tokens import NUM_TOKENS, guess
 from specdec.scheduling.speculation.controller import FixedController
 from specdec.transport.base import PeerId
 from specdec.transport.zmq import KeyPair

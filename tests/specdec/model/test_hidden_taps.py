@@ -21,8 +21,8 @@ from specdec.model.hidden_taps import resolve_layers
 from specdec.model.layer_map import CONFIG_KEY
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.runner import ModelRunner
-from specdec.sampling.rows import SequenceSampling
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.sequence_sampling import SequenceSampling
 from tests.architectures import ARCHITECTURES, VOCAB_SIZE, save_model
 
 BLOCK_SIZE = 4

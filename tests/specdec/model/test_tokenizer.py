@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
+from transformers import AutoTokenizer
 
 from specdec.core.errors import CheckpointError
-from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
+from specdec.model.tokenizer import CLASSES_STATED, check_same_tokenizer, load_tokenizer
 from tests.architectures import VOCAB_SIZE, make_tokenizer
 
 
@@ -36,6 +38,75 @@ def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(folder)
     with pytest.raises(CheckpointError, match="does not exist"):
         load_tokenizer(tmp_path / "nowhere")
+
+
+STATED = [(family, name) for family, names in CLASSES_STATED.items() for name in names]
+
+
+def save_as(folder: Path, family: str, class_name: str | None, **more: Any) -> Path:
+    """Save the tiny tokenizer with files that state this model type and tokenizer class."""
+    save_tokenizer(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": class_name, **more}))
+    return folder
+
+
+@pytest.mark.parametrize(("family", "class_name"), STATED)
+def test_what_files_state_is_what_transformers_would_find_out(
+    tmp_path: Path, family: str, class_name: str
+) -> None:
+    folder = save_as(tmp_path, family, class_name)
+    ours: Any = load_tokenizer(folder)
+    theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+
+
+LOADS = """
+import sys
+from pathlib import Path
+from specdec.model.tokenizer import load_tokenizer
+load_tokenizer(Path(sys.argv[1]))
+print("torch" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("family", "class_name", "more", "needs_torch"),
+    [
+        ("llama", "PreTrainedTokenizerFast", {}, False),
+        ("qwen3", "Qwen2Tokenizer", {}, False),
+        # What `AutoTokenizer` would not take at its word, it is asked about.
+        ("qwen2", "PreTrainedTokenizerFast", {}, True),
+        ("llama", "LlamaTokenizer", {}, True),
+        ("llama", None, {}, True),
+        ("llama", "PreTrainedTokenizerFast", {"auto_map": {"AutoTokenizer": [None, "own.Own"]}}, True),
+    ],
+)
+def test_who_states_all_is_loaded_without_pytorch(
+    tmp_path: Path, family: str, class_name: str | None, more: dict[str, Any], needs_torch: bool
+) -> None:
+    folder = save_as(tmp_path, family, class_name, **more)
+    command = [sys.executable, "-c", LOADS, str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip() == str(needs_torch), ran.stderr
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [None, "{", "[]", '"text"'])
+def test_files_that_state_nothing(tmp_path: Path, file: str, content: str | None) -> None:
+    folder = save_as(tmp_path, "llama", "PreTrainedTokenizerFast")
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    if content is None:
+        assert len(load_tokenizer(folder)) == VOCAB_SIZE
+    else:
+        with pytest.raises(CheckpointError, match="has no tokenizer that can be loaded"):
+            load_tokenizer(folder)
 
 
 def save_sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:

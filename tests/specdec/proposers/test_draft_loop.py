@@ -29,8 +29,9 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.draft_sampling import SHARED_NOISE
 from specdec.proposers.draft_sequences import DraftReading
 from specdec.proposers.tree_loop import RunnerNodes, TreeDraftLoop
-from specdec.sampling.rows import RowSpec, SamplingRows, SequenceSampling
+from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.tree.dynamic import DynamicTree
 from specdec.tree.entropy import EntropyTree
 from specdec.tree.growth import TreeShape

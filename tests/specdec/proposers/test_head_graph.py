@@ -15,7 +15,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.draft_sampling import SHARED_NOISE, DraftSampling
 from specdec.proposers.head_graph import GraphedHeads, HeadStart
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling.rows import SequenceSampling
+from specdec.sampling.sequence_sampling import SequenceSampling
 from specdec.verification.registry import capabilities_of
 from tests.specdec.model.replaying_recorder import ReplayingRecorder
 from tests.specdec.proposers import head_proposers
