@@ -80,7 +80,7 @@ class Plan:
 FULL = Plan(num_faults=200, shape=Shape(tensor_parallel_size=2))
 QUICK = Plan(
     num_faults=20,
-    shape=Shape(lease_s=1.5, step_timeout_s=4.0, proxy_check_s=0.5, health_timeout_s=5.0),
+    shape=Shape(lease_s=1.5, step_timeout_s=4.0, proxy_check_s=0.5, health_timeout_s=3.0),
     num_streams=4,
     num_requests=12,
     longest_rest_s=0.5,

@@ -11,18 +11,18 @@ kernels and messages are not.
 
 In each cell every fixed setting is tried for a moment, and the best of them is measured again: choosing
 the best by the same numbers that it is compared by would favour it. Then plain decoding, that setting and
-the controller take turns (ABBA). The controller begins each cell anew, with the costs that a start has
-measured and knowing nothing of acceptance; its first seconds are reported apart (`cold`, in two parts: the
-headline is the worst one of all cells), and then it runs for a while before it is measured. Only decoding
-counts: prompts lie in the cache.
+the controller take turns (ABBA, each as often in the middle). The controller begins each cell anew, with the
+costs that a start has measured and knowing nothing of acceptance; its first seconds are reported apart
+(`cold`, in two parts: the headline is the worst one of all cells), and then it runs for a while before it is
+measured. Only decoding counts: prompts lie in the cache.
 
 The fixed settings are k = 0, 1, 2, 4, 8 in lockstep, and in two groups ping_pong with k = 2, 4, 8 and
 draft_ahead with k = 2, 4 and one or four continuations prepared. A cell fails where the ratio is below 0.97
 with 95 % confidence, which is to say that its upper bound is. The pairs of one controller share what it
-happened to learn: a cell that would fail is measured with up to two more controllers (`--quick`: one) that
-begin anew, and all pairs count. All variants of a turn draw verdicts from the same seeds, other ones in each
-turn: which of some twenty drafts stand is luck, and should favour nobody. Turns that others on the same
-machine have disturbed are taken again (`benchmarks.stolen`).
+happened to learn: a cell that would fail is measured with up to two more controllers that begin anew, and
+all pairs count. All variants of a turn draw verdicts from the same seeds, other ones in each turn: which of
+some twenty drafts stand is luck, and should favour nobody. Turns that others on the same machine have
+disturbed are taken again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations
@@ -153,12 +153,11 @@ QUICK = Plan(
         *_grid(_COLOCATED, (64,), (128,), (0.2, 0.95)),
     ),
     steps=((_COLOCATED, StepPlan(repeats=1)),),
-    pairs=5,
+    pairs=6,
     block_s=0.5,
     try_s=0.15,
     cold_s=(1.0, 1.0),
     warm_s=2.0,
-    most_controllers=2,
 )
 
 

@@ -28,11 +28,16 @@ class Turns:
         return max(map(len, self.counted.values()), default=0)
 
     def take(self, variants: Mapping[str, Callable[[], Counted]]) -> None:
-        """Have every variant decode once: in their order, the next time in the opposite one (ABBA).
+        """Have every variant decode once: in an order, the next time in the opposite one (ABBA).
 
+        Every two turns another one begins. Else, of three, the one in the middle would always run behind
+        another one, and the two others every other time behind themselves, which caches are not equal to.
         A turn that neighbours of a virtual machine have disturbed is taken again at once.
         """
-        for name in list(variants)[:: 1 if self.number % 2 == 0 else -1]:
+        names = list(variants)
+        first = self.number // 2 % len(names)
+        order = names[first:] + names[:first]
+        for name in order[:: 1 if self.number % 2 == 0 else -1]:
             measured = least_stolen(variants[name])
             self.counted.setdefault(name, []).append(measured.result)
             self.stolen.setdefault(name, []).append(measured.stolen)

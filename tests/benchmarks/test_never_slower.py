@@ -89,11 +89,11 @@ def test_variants_take_turns_in_both_directions(monkeypatch: pytest.MonkeyPatch)
         order.append(name)
         return Counted(num_tokens=len(order), seconds=1.0)
 
-    for _ in range(3):
+    for _ in range(6):
         turns.take({name: partial(decode, name) for name in ("a", "b", "c")})
-    assert "".join(order) == "abccbaabc"
-    assert turns.rates("c", "d") == {"c": (3.0, 4.0, 9.0)}
-    assert turns.ratio("a", "b").values == (1 / 2, 6 / 5, 7 / 8)
+    assert "".join(order) == "abccba" + "bcaacb" + "cabbac"
+    assert turns.rates("c", "d") == {"c": (3.0, 4.0, 8.0, 11.0, 13.0, 18.0)}
+    assert turns.ratio("a", "b").values == (1 / 2, 6 / 5, 9 / 7, 10 / 12, 14 / 15, 17 / 16)
 
 
 def test_variants_of_a_turn_draw_verdicts_from_the_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
