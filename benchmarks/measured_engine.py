@@ -70,7 +70,7 @@ class MeasuredEngine:
 
     def run(self, requests: Sequence[Request]) -> RunRecord:
         """Run requests that say their own k, each to its end."""
-        self._exchanged.current = FixedController(0)
+        self._exchanged.current = FixedController(max(one.num_draft_tokens or 0 for one in requests))
         self._read_along(requests)
         return run_batch(self.engine, requests)
 

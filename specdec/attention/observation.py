@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Observation:
         width = -(-num_blocks // _LANES) * _LANES
         return cls(
             rows=torch.tensor(rows, dtype=torch.int32),
-            masses=torch.zeros((sum(num_observed), num_heads, width), device=device),
+            masses=_zeros((sum(num_observed), num_heads, width), device),
             skips_windows=any(layer.sliding_window is None for layer in layers),
             num_observed=tuple(num_observed),
         )
@@ -70,11 +71,22 @@ class Observation:
 
     def by_row(self) -> torch.Tensor:
         """Return masses summed over heads as well, fp32 [O, W or more]."""
+        if self.masses.device.type == "cpu":
+            return torch.from_numpy(self.masses.numpy().sum(1))  # see `_zeros`
         return self.masses.sum(1)
 
     def observes(self, layer: LayerAttention) -> bool:
         """Whether the masses of this layer count."""
         return layer.sliding_window is None or not self.skips_windows
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Zeros in fp32. On a CPU they are NumPy's: PyTorch would wake OpenMP's threads for as many, and these
+    spin for a while then, beside those of the compiled forward.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.zeros(shape, device=device)
 
 
 def observe_blocks(

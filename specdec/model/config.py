@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Annotated[str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$")]
+"""Kinds of devices that there are kernels for; auto: cuda when a GPU is visible, else cpu."""
 
 QuantizationName = Literal["int8", "int4", "int4-32", "int4-64", "int4-128", "int4-256"]
 INT4_GROUP_SIZES = (32, 64, 128, 256)
@@ -44,7 +46,7 @@ class ModelConfig(StrictConfig):
     """Path of a Hugging Face model folder (config.json, safetensors, tokenizer)."""
     dtype: Dtype = "auto"
     """auto takes the checkpoint's own dtype."""
-    device: str = "auto"
+    device: Device = "auto"
     """auto: cuda when a GPU is visible, else cpu."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens, prompt and output together; None: the model's own limit."""

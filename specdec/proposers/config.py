@@ -11,7 +11,7 @@ from specdec.core.config import StrictConfig
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig, with_tokens_as_budget
-from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.model.config import CompileConfig, Device, Dtype, QuantizationName
 from specdec.proposers.config_checks import CHECKS
 from specdec.proposers.lookahead.config import LookaheadConfig
 from specdec.proposers.lookup_config import (
@@ -190,7 +190,7 @@ class SpeculativeConfig(StrictConfig):
     """rejection, block, multi_round: the draft model samples from its so many most likely tokens at most.
     This bounds what goes over the network (8 bytes for each, per draft token); None: from all. Lossless
     either way."""
-    device: str = "auto"
+    device: Device = "auto"
     """Where the draft model runs; auto: cuda when a GPU is visible, else cpu."""
     attention_backend: AttentionName = "auto"
     """Attention of the draft model, as in `target.attention_backend`."""

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
 
-@pytest.mark.full
 def test_acceptance_rises_with_the_budget_on_the_same_texts(tmp_path: Path) -> None:
     drafters = (
         Drafter(method="self", policy="streaming", budget=32),

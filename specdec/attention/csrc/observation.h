@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -21,6 +22,9 @@ struct Observation {
   int32_t unused;
 };
 
+// The size of blocks that is looked at with few operations: that of the configuration's default.
+constexpr int kUsualBlock = 16;
+
 // Blocks of a sequence as one row has seen them: sums of weights relative to a maximum of scores, which differ
 // from block to block, because the running maximum of an online softmax grows.
 class BlockSums {
@@ -34,8 +38,14 @@ class BlockSums {
     totals_.assign(size, 0.0f);
   }
 
-  // Adds weights of keys [key, key + count) of row r, relative to `maximum`.
+  // Adds weights of keys [key, key + count) of row r, relative to `maximum`; up to the next multiple of kLanes what
+  // stands behind them is zero.
   void add(int r, int key, int count, int block_size, float maximum, const float* weights) {
+    if (block_size == kUsualBlock && key % kUsualBlock == 0) {
+      for (int t = 0; t < count; t += 4 * kUsualBlock)
+        put_sums(r, (key + t) / kUsualBlock, std::min(count - t, 4 * kUsualBlock), maximum, weights + t);
+      return;
+    }
     if (block_size % kLanes == 0 && key % kLanes == 0) {
       for (int t = 0; t < count; t += kLanes) add_sum(r, (key + t) / block_size, maximum, reduce_add(loadv(weights + t)));
       return;
@@ -65,6 +75,17 @@ class BlockSums {
   }
 
  private:
+  // Of blocks that are seen once, up to four: there is nothing to add to.
+  void put_sums(int r, int block, int count, float maximum, const float* weights) {
+    f32v of_block[4] = {};
+    for (int t = 0; t < count; t += kLanes) of_block[t / kUsualBlock] += loadv(weights + t);
+    const f32v sums = reduce_add(of_block[0], of_block[1], of_block[2], of_block[3]);
+    const size_t first = size_t(r) * width_ + block - first_;
+    const int num_blocks = (count + kUsualBlock - 1) / kUsualBlock;
+    std::memcpy(totals_.data() + first, &sums, num_blocks * sizeof(float));
+    std::fill_n(maxima_.data() + first, num_blocks, maximum);
+  }
+
   void add_sum(int r, int block, float maximum, float sum) {
     if (!(sum > 0.0f)) return;
     float& known_maximum = maxima_[size_t(r) * width_ + block - first_];

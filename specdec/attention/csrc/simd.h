@@ -112,6 +112,34 @@ inline float reduce_add(f32v v) {
   return fold(v, [](f32v a, f32v b) { return a + b; });
 }
 
+// Of four lanes each, those at `First` and behind it of a and b: one of a, one of b, the next of a, the next of b.
+template <int First, int... Lane>
+inline f32v take_in_turn(f32v a, f32v b, std::integer_sequence<int, Lane...>) {
+  return (f32v)pick((u32v)a, (u32v)b,
+                    std::integer_sequence<int, (Lane / 4 * 4 + First + Lane % 4 / 2 + Lane % 2 * kLanes)...>{});
+}
+
+// Of four lanes each, those at `First` and behind it of a and b: two of a, two of b.
+template <int First, int... Lane>
+inline f32v take_in_pairs(f32v a, f32v b, std::integer_sequence<int, Lane...>) {
+  return (f32v)pick((u32v)a, (u32v)b,
+                    std::integer_sequence<int, (Lane / 4 * 4 + First + Lane % 2 + Lane % 4 / 2 * kLanes)...>{});
+}
+
+template <int Half = kLanes / 2>
+inline f32v add_fours(f32v v) {
+  if constexpr (Half < 4) return v;
+  else return add_fours<Half / 2>(v + exchange<Half>(v, std::make_integer_sequence<int, kLanes>{}));
+}
+
+// Lanes [0, 4) of the result are the sums of a, b, c and d, which take not half of what they take one by one.
+inline f32v reduce_add(f32v a, f32v b, f32v c, f32v d) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes{};
+  const f32v ab = take_in_turn<0>(a, b, lanes) + take_in_turn<2>(a, b, lanes);
+  const f32v cd = take_in_turn<0>(c, d, lanes) + take_in_turn<2>(c, d, lanes);
+  return add_fours(take_in_pairs<0>(ab, cd, lanes) + take_in_pairs<2>(ab, cd, lanes));
+}
+
 inline float reduce_max(f32v v) {
   return fold(v, [](f32v a, f32v b) { return vmax(a, b); });
 }

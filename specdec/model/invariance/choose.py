@@ -19,7 +19,7 @@ def invariant_forward(
     """Return the mode that a model's forward runs in; None where `batch_invariant` is not asked for.
 
     Raises:
-        ConfigError: the promise cannot be kept with this dtype, or on this kind of device.
+        ConfigError: the promise cannot be kept with this dtype.
         ResourceError: it needs a compiler or a package that is not here.
     """
     if not config.batch_invariant:
@@ -29,8 +29,6 @@ def invariant_forward(
             return InvariantForward(GpuOperations(device))
         except TritonUnavailable as error:
             raise ResourceError(f"batch_invariant: {error}; without it, leave batch_invariant out") from error
-    if device.type != "cpu":
-        raise ConfigError(f"batch_invariant does not go with device {device.type}: use cpu or cuda")
     if dtype not in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(

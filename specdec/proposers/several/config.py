@@ -13,7 +13,7 @@ from specdec.core.config import StrictConfig
 from specdec.core.proposal import MAX_DRAFT_TOKENS
 from specdec.kv.config import CacheConfig
 from specdec.kv.selection import KvSelectionConfig, with_tokens_as_budget
-from specdec.model.config import CompileConfig, Dtype, QuantizationName
+from specdec.model.config import CompileConfig, Device, Dtype, QuantizationName
 from specdec.proposers.lookup_config import RetrievalConfig, SuffixConfig
 from specdec.proposers.tree_config import ChainConfig, TreeConfig
 
@@ -95,7 +95,7 @@ class ModelDrafter(NamedDrafter):
     """Quantize its weights, as `target.quantization` does the target's."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix that it continues, in tokens; None: its own limit."""
-    device: str = "auto"
+    device: Device = "auto"
     """Where it runs; auto: cuda when a GPU is visible, else cpu."""
     attention_backend: AttentionName = "auto"
     """As `target.attention_backend`."""

@@ -93,3 +93,24 @@ def test_attention_that_can_be_had(dtype: str) -> None:
     engine_config({"dtype": dtype, **FLASHINFER}, {**DRAFT, **FLASHINFER})
     engine_config({"dtype": "float32"}, {"dtype": "bfloat16", **DRAFT, **FLASHINFER})
     engine_config({"batch_invariant": True, "dtype": "float32", **CPU}, {"device": "cpu", **DRAFT, **CPU})
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "where"),
+    [
+        ({"device": "tpu"}, None, "target.device"),
+        ({"device": "cuda:first"}, None, "target.device"),
+        ({"device": "cpu\n"}, None, "target.device"),
+        ({}, {**DRAFT, "device": "gpu"}, "speculative_config.device"),
+    ],
+)
+def test_devices_that_there_are_no_kernels_for(
+    target: dict[str, Any], draft: dict[str, Any] | None, where: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){where}.*auto\|cpu\|cuda"):
+        engine_config(target, draft)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:15"])
+def test_devices_that_there_are_kernels_for(device: str) -> None:
+    assert engine_config({"device": device}, None).target.device == device

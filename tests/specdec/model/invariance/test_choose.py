@@ -59,12 +59,6 @@ def test_a_dtype_without_kernels(folder: Path) -> None:
         load_model(config(folder, dtype="float16"))
 
 
-@pytest.mark.usefixtures("_reads_nothing")
-def test_other_devices(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"device meta: use cpu or cuda"):
-        load_model(config(folder, device="meta"))
-
-
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load_library.cache_clear()
