@@ -55,6 +55,7 @@ from specdec.engine.engine import Engine
 from specdec.proposers.config import SpeculativeConfig
 
 _POLL_S = 0.2
+_LONGEST_CLIENT_REST_S = 3.0
 _SUPERVISION_S = 2.0
 """Between looks at whether nodes have ended."""
 
@@ -74,6 +75,9 @@ class Plan:
     """The next fault does not wait longer for the end of the one before."""
     longest_rest_s: float = 2.0
     """Between a recovery and the next fault."""
+    client_rest: float = 0.0
+    """Of the time that a stream took, its client rests before the next one. Cores that all nodes share have
+    some time for who starts again then."""
     seed: int = 1
 
 
@@ -84,6 +88,7 @@ QUICK = Plan(
     num_streams=4,
     num_requests=12,
     longest_rest_s=0.5,
+    client_rest=1.0,
 )
 
 
@@ -164,15 +169,23 @@ def tokens_alone(config: EngineConfig, bodies: Sequence[dict[str, Any]]) -> list
 
 
 class Load:
-    """Clients that read streams all the time."""
+    """Clients that read one stream after the other."""
 
     def __init__(
-        self, url: str, bodies: Sequence[dict[str, Any]], expected: Sequence[list[int]], patience_s: float
+        self,
+        url: str,
+        bodies: Sequence[dict[str, Any]],
+        expected: Sequence[list[int]],
+        *,
+        patience_s: float,
+        rest: float,
     ) -> None:
+        """`patience_s`: as `read_stream`; `rest`: see `Plan.client_rest`."""
         self._url = url
         self._bodies = bodies
         self._expected = expected
         self._patience_s = patience_s
+        self._rest = rest
         self._numbers: Iterator[int] = itertools.cycle(range(len(bodies)))
         self.started_s = time.monotonic()
         self._is_over = False
@@ -215,6 +228,7 @@ class Load:
                     refusal=reading.refusal,
                 )
             )
+            await asyncio.sleep(min(self._rest * self.streams[-1].seconds, _LONGEST_CLIENT_REST_S))
 
     @staticmethod
     def _is_wrong(reading: Reading, expected: list[int]) -> bool:
@@ -444,7 +458,8 @@ def main(
             progress.update(task, completed=record.num_faults, description=what)
 
         try:
-            torment(cluster, Load(cluster.url, bodies, expected, patience), plan, record, tick)
+            load = Load(cluster.url, bodies, expected, patience_s=patience, rest=plan.client_rest)
+            torment(cluster, load, plan, record, tick)
         except NotRepaired as error:
             stopped_by = str(error)
         except KeyboardInterrupt:

@@ -126,6 +126,30 @@ def test_a_reader_goes_on_behind_the_last_whole_event() -> None:
     assert (reading.num_breaks, reading.num_error_events) == (2, 1)
 
 
+@pytest.mark.parametrize("rest", [0.0, 0.5, 1000.0])
+def test_clients_rest_between_streams(monkeypatch: pytest.MonkeyPatch, rest: float) -> None:
+    rested: list[float] = []
+
+    async def read(*_: object, reading: Reading, **__: object) -> Reading:
+        await asyncio.sleep(0.01)
+        reading.token_ids, reading.is_complete, reading.finish_reason = [7], True, "length"
+        return reading
+
+    class Clock:
+        @staticmethod
+        async def sleep(seconds: float) -> None:
+            rested.append(seconds)
+            if len(rested) == 4:
+                load.end()
+
+    monkeypatch.setattr(chaos, "read_stream", read)
+    load = Load("http://nowhere", [{}, {}], [[7], [8]], patience_s=1.0, rest=rest)
+    monkeypatch.setattr(chaos, "asyncio", Clock)
+    asyncio.run(load._client(cast("httpx.AsyncClient", None)))
+    assert [stream.is_wrong for stream in load.streams] == [False, True, False, True]
+    assert rested == [min(rest * stream.seconds, 3.0) for stream in load.streams]
+
+
 def test_a_reader_gives_up_when_it_is_refused_or_out_of_patience() -> None:
     refused = Script((200, [event(1), "broken"]), (410, [])).read()
     assert refused.refusal is not None
