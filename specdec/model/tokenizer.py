@@ -44,22 +44,12 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     if not folder.is_dir():
         raise CheckpointError(f"model folder {folder} does not exist")
     with foreign_files(f"{folder} has no tokenizer that can be loaded{_package_hint(folder)}"):
-        tokenizer: PreTrainedTokenizerBase
-        match _class_stated(folder):
-            case "Qwen2Tokenizer":
-                from transformers import Qwen2Tokenizer
+        import transformers  # a second, which who only looks at configurations need not wait for
 
-                tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-            case str():
-                from transformers import PreTrainedTokenizerFast
-
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            case None:
-                from transformers import AutoTokenizer
-
-                tokenizer = AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=trust_remote_code
-                )
+        kind = getattr(transformers, _class_stated(folder) or "AutoTokenizer")
+        tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     return tokenizer
 
 
