@@ -207,13 +207,12 @@ class TargetGroup:
         if self._profile is None:
             speculative = self._config.speculative_config
             is_needed = speculative.method != "none" and speculative.controller != "fixed"
-            devices = {one.device for one in self._drafters}
             self._profile = (
                 cost_profile_of(
                     self._config,
                     target,
                     proposer,
-                    draft_devices=devices,
+                    draft_devices=lambda: {one.device for one in self._drafters},
                     await_drafters=self._await_drafters,
                 )
                 if is_needed

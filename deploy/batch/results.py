@@ -21,7 +21,7 @@ from typing import Any, Self
 import msgspec
 
 from deploy.batch.lines import BadLine, NumberedRequest
-from specdec.core.errors import ConfigError
+from specdec.core.errors import UNDECODABLE, ConfigError
 
 _BEGINNING = b'{"id":"'
 _NO_REQUEST = "line-"
@@ -187,7 +187,7 @@ class ResultsFile:
                     return
                 try:
                     yield line, self._decoder.decode(line)
-                except msgspec.DecodeError as error:
+                except UNDECODABLE as error:
                     raise ConfigError(f"{self._file}:{number}: {_IS_IT_OURS} ({error})") from None
 
     def _rewrite(self) -> int:

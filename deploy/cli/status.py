@@ -17,7 +17,7 @@ from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
 from deploy.cli.status_view import view_of
 from deploy.loopback import direct_mounts
 from deploy.status import OBJECT, STATUS_PATH, Status
-from specdec.core.errors import DrafthouseError, UserError
+from specdec.core.errors import UNDECODABLE, DrafthouseError, UserError
 
 _TIMEOUT_S = 10.0
 _PIPE_WIDTH = 120
@@ -99,7 +99,7 @@ def _decoded(response: httpx.Response, url: str) -> Status:
             status = msgspec.json.decode(response.content, type=Status)
             if status.object == OBJECT:
                 return status
-    except msgspec.DecodeError:
+    except UNDECODABLE:
         pass
     raise UserError(
         f"what answers at {url} is not Drafthouse, or one without {STATUS_PATH} "

@@ -20,6 +20,11 @@ Programmer errors are assertions, not members of this tree.
 
 from __future__ import annotations
 
+import msgspec
+
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises at bytes that it cannot read: they may be no text, or nested too deep."""
+
 
 class DrafthouseError(Exception):
     """Root of all errors that this project raises on purpose."""

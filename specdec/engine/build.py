@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specdec.engine.build_drafter import build_draft_proposer
@@ -83,7 +84,7 @@ def build_parts(
         raise
     try:
         controller = build_controller(
-            config, target, proposer, draft_devices=draft_devices_of(config.speculative_config)
+            config, target, proposer, draft_devices=partial(draft_devices_of, config.speculative_config)
         )
     except BaseException:
         proposer.close()

@@ -46,7 +46,7 @@ def build_controller(
     proposer: Proposer,
     *,
     modes: Sequence[OverlapMode] = ("lockstep",),
-    draft_devices: Collection[str] = (),
+    draft_devices: Callable[[], Collection[str]] = tuple,
     progress: ProfileProgress | None = None,
 ) -> SpeculationController:
     """Return the controller that a configuration asks for, with measured costs where it needs them.
@@ -58,7 +58,7 @@ def build_controller(
         target: what will verify.
         proposer: what will draft.
         modes: the overlaps that are possible with these two.
-        draft_devices: what drafters run on, as far as it is known; see `cost_profile_of`.
+        draft_devices: says what drafters run on, as far as it is known; see `cost_profile_of`.
         progress: hears how far the measurements are, where there are any.
 
     Raises:
@@ -133,14 +133,14 @@ def cost_profile_of(
     target: Target,
     proposer: Proposer,
     *,
-    draft_devices: Collection[str] = (),
+    draft_devices: Callable[[], Collection[str]] = tuple,
     progress: ProfileProgress | None = None,
     await_drafters: Callable[[], None] = lambda: None,
 ) -> CostProfile:
     """Return what rounds cost here: as it was measured before, or measured now, or assumed.
 
     What drafts cost on other devices than `draft_devices`, where these are known, is of no use. Where drafts
-    are to be measured, `await_drafters` is called first.
+    are to be measured, `await_drafters` is called first: it may bring devices that were not known before.
 
     Raises:
         TransportError: the target is lost.
@@ -160,12 +160,12 @@ def cost_profile_of(
     )
     store = ProfileStore(speculative.profile_dir)
     known = store.load(plan.key)
-    devices = tuple(sorted({one for one in draft_devices if one}))
-    if known is not None and devices and known.draft_devices != devices:
-        known = msgspec.structs.replace(known, draft=(), other_drafts=(), draft_devices=())
+    known = _of_devices(known, _named(draft_devices()))
     if known is not None and (known.has_all_drafts or not drafts_anything(proposer, plan)):
         return known
     await_drafters()
+    devices = _named(draft_devices())
+    known = _of_devices(known, devices)
     # What is missing of drafts is measured at the next start: draft workers may not be there yet, or be late.
     profile = measure_profile(target, proposer, plan, known=known, progress=progress)
     if any(profile.drafts):
@@ -174,6 +174,17 @@ def cost_profile_of(
     if profile != known:
         store.save(profile)
     return profile
+
+
+def _named(devices: Collection[str]) -> tuple[str, ...]:
+    return tuple(sorted({one for one in devices if one}))
+
+
+def _of_devices(known: CostProfile | None, devices: tuple[str, ...]) -> CostProfile | None:
+    """Return what is known, without drafts of other devices than these, where these are known."""
+    if known is None or not devices or known.draft_devices == devices:
+        return known
+    return msgspec.structs.replace(known, draft=(), other_drafts=(), draft_devices=())
 
 
 def _profile_key(config: EngineConfig, description: TargetDescription) -> str:

@@ -472,28 +472,22 @@ class KvBudgets:
         self.is_set = True
 
     def fault(self, written: WrittenBudget, num_draft_tokens: int | None = None) -> str | None:
-        """Say what is wrong with a budget for drafts of so many tokens (None: as configured)."""
-        if num_draft_tokens is None:
-            num_draft_tokens = self._num_draft_tokens
+        """Say what is wrong with a budget for drafts of so many tokens.
+
+        None, or more than is configured: as configured, for nobody's drafts are longer.
+        """
+        most = self._num_draft_tokens
+        num_draft_tokens = most if num_draft_tokens is None else min(num_draft_tokens, most)
         try:
             amount = read_budget(written)
         except ValueError as error:
             return str(error)
         return self._config.room_fault(KvBudget(amount, self._config.floor), num_draft_tokens)
 
-    def own_draft_fault(self, num_draft_tokens: int, wanted_drafter: str | None) -> str | None:
-        """Say why no draft of so many tokens can be had without a budget of one's own; None: it can.
-
-        Names the setting. `wanted_drafter` is the one that is asked for, of several.
-        """
-        if wanted_drafter is not None and wanted_drafter != self._drafter:
-            return None
-        is_picked = self.pick is not None and not self.is_set
-        for budget in self._config.budgets if is_picked else (self._default,):
-            fault = self._config.room_fault(budget, num_draft_tokens)
-            if fault is not None:
-                return f"speculative_config.kv.{budget.least_setting}: {fault}"
-        return None
+    @property
+    def drafter(self) -> str | None:
+        """Name of the one whose they are, of several; None: there is but one."""
+        return self._drafter
 
     def is_of(self, drafter: str) -> bool:
         """Whether these are the budgets of one of several drafters, by its name."""

@@ -73,12 +73,13 @@ def check_request(request: Request, limits: AdmissionLimits) -> None:
             f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {requested}",
             param="num_draft_tokens",
         )
-    if request.kv_budget is not None:
-        _check_kv_budget(request.kv_budget, requested, limits.kv_budgets)
-    elif requested is not None and limits.kv_budgets is not None:
-        _check_default_budget(requested, request.drafter, limits.kv_budgets)
     if request.drafter is not None:
         _check_drafter(request.drafter, limits.drafters)
+    if request.kv_budget is not None:
+        fault = _kv_budget_fault(request.kv_budget, request, limits.kv_budgets)
+        if fault is not None:
+            param = "speculation.kv_budget"
+            raise InputError(f"{param}: {fault}", param=param)
 
 
 def without_misfits(request: Request, limits: AdmissionLimits) -> Request:
@@ -89,35 +90,21 @@ def without_misfits(request: Request, limits: AdmissionLimits) -> Request:
         limits.drafters is None or limits.drafters.fault(request.drafter) is not None
     ):
         request = msgspec.structs.replace(request, drafter=None)
-    budgets, num_tokens = limits.kv_budgets, request.num_draft_tokens
-    if request.kv_budget is not None and (
-        budgets is None or budgets.fault(request.kv_budget, num_tokens) is not None
-    ):
+    if request.kv_budget is not None and _kv_budget_fault(request.kv_budget, request, limits.kv_budgets):
         request = msgspec.structs.replace(request, kv_budget=None)
-    if num_tokens is None or budgets is None or request.kv_budget is not None:
-        return request
-    if budgets.own_draft_fault(num_tokens, request.drafter) is not None:
-        request = msgspec.structs.replace(request, num_draft_tokens=None)
     return request
 
 
-def _check_kv_budget(written: WrittenBudget, num_draft_tokens: int | None, budgets: KvBudgets | None) -> None:
-    param = "speculation.kv_budget"
+def _kv_budget_fault(written: WrittenBudget, request: Request, budgets: KvBudgets | None) -> str | None:
+    """Say why a request cannot have a budget; None: it can."""
     if budgets is None:
-        raise InputError(
-            f"{param}: drafts attend to everything here (speculative_config.kv.policy: full): leave it out",
-            param=param,
+        return "drafts attend to everything here (speculative_config.kv.policy: full): leave it out"
+    if request.drafter is not None and not budgets.is_of(request.drafter):
+        return (
+            f"speculation.drafter {request.drafter!r} attends to what it always does: leave one of them out, "
+            f"or ask for {budgets.drafter!r}, which has budgets"
         )
-    fault = budgets.fault(written, num_draft_tokens)
-    if fault is not None:
-        raise InputError(f"{param}: {fault}", param=param)
-
-
-def _check_default_budget(num_draft_tokens: int, drafter: str | None, budgets: KvBudgets) -> None:
-    fault = budgets.own_draft_fault(num_draft_tokens, drafter)
-    if fault is not None:
-        param = "speculation.num_speculative_tokens"
-        raise InputError(f"{param}: {fault} with speculation.kv_budget, or ask for less", param=param)
+    return budgets.fault(written, request.num_draft_tokens)
 
 
 def _check_drafter(wanted: str, drafters: DrafterSet | None) -> None:

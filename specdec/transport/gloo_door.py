@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from specdec.core.errors import ConfigError
+from specdec.core.errors import UNDECODABLE, ConfigError
 from specdec.model.parallel.listening_store import open_store
 from specdec.transport.base import PeerAddress, PeerId
 from specdec.transport.device_lane import DeviceLanes, Pipe, open_pipe
@@ -158,7 +158,7 @@ class Door:
                 return
             try:
                 knock = _decoder.decode(content)
-            except msgspec.DecodeError:
+            except UNDECODABLE:
                 self._on_dropped("malformed")
                 continue
             answer = self._answer_to(knock)

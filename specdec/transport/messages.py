@@ -24,7 +24,7 @@ import msgspec
 
 from specdec.core.description import TargetDescription
 from specdec.core.distributions import TokenDistribution
-from specdec.core.errors import ProtocolError
+from specdec.core.errors import UNDECODABLE, ProtocolError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.plan import TargetResult, TargetStep
@@ -492,5 +492,5 @@ def decode(frame: bytes | memoryview) -> Message:
         raise WrongVersion(f"protocol version {header[2]}, expected {PROTOCOL_VERSION}")
     try:
         return _decoder.decode(memoryview(frame)[len(_HEADER) :])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"malformed message: {error}") from error

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 import torch
 
-from specdec.core.errors import ProtocolError
+from specdec.core.errors import UNDECODABLE, ProtocolError
 from specdec.transport.messages import Message, WrongVersion, decode, encode
 
 PARCEL_MAGIC: Final = b"DP"
@@ -146,7 +146,7 @@ def decode_head(flat: torch.Tensor) -> tuple[ParcelHead, int]:
     end = _PREAMBLE.size + head_bytes
     try:
         head = _decoder.decode(flat[_PREAMBLE.size : end].numpy().data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"malformed head of a parcel: {error}") from error
     _check(head.specs)
     return head, end

@@ -16,6 +16,11 @@ from specdec.core.config import StrictConfig
 from specdec.engine.draft_pool.patience import DraftDeadlineConfig
 from specdec.transport.base import PeerId
 
+_MOST_STEPS = 1024
+"""Of one thought about how sequences should be spread: a round waits for it. The next one goes on there."""
+_PARTS = 64
+"""Sequences of a worker are thought to move in so many parts, one at a time where there are few."""
+
 
 class DraftPlacementConfig(StrictConfig):
     """When sequences change to another draft worker. Each that does is read there from its beginning."""
@@ -101,7 +106,7 @@ def rebalance(workers: Sequence[DraftWorkerView], config: DraftPlacementConfig, 
     views = {view.worker: view for view in _comparable(workers) if view.is_ready}
     wanted: dict[tuple[PeerId, PeerId], int] = {}
     own = {worker: view.num_own for worker, view in views.items()}
-    for _ in range(sum(view.num_own + view.num_others for view in views.values())):
+    for _ in range(_MOST_STEPS):
         sources = [view for view in views.values() if own[view.worker] and view.num_own + view.num_others > 0]
         destinations = [view for view in views.values() if view.has_place and not view.is_short_of_memory]
         if not sources or not destinations:
@@ -111,9 +116,10 @@ def rebalance(workers: Sequence[DraftWorkerView], config: DraftPlacementConfig, 
         if source.load <= (1 + config.imbalance) * destination.with_more(1).load:
             break
         route = (source.worker, destination.worker)
-        wanted[route] = wanted.get(route, 0) + 1
-        views[source.worker] = source.with_more(-1)
-        views[destination.worker] = destination.with_more(1)
+        num_moved = max(1, min(source.num_own + source.num_others, destination.capacity or 1) // _PARTS)
+        wanted[route] = wanted.get(route, 0) + num_moved
+        views[source.worker] = source.with_more(-num_moved)
+        views[destination.worker] = destination.with_more(num_moved)
     before = {view.worker: view for view in workers}
     moves = []
     left = config.max_moves

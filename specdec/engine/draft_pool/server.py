@@ -296,7 +296,7 @@ class DraftServer:
         """
         self._sweep()
         self._do_between_batches()
-        if not self._hear(timeout_s):
+        if not self._hear(self._until_sweep_s(timeout_s)):
             return False
         now_s = self._clock.now_s()
         for coordinator, client in self._clients.items():
@@ -306,6 +306,13 @@ class DraftServer:
         self._do_between_batches()
         self._serve()
         return True
+
+    def _until_sweep_s(self, timeout_s: float | None) -> float | None:
+        """Return how long to wait for a message, where leases are to end though none comes."""
+        if self._num_sequences == 0:
+            return timeout_s
+        patience_s = max(0.0, self._next_sweep_s - self._clock.now_s())
+        return patience_s if timeout_s is None else min(timeout_s, patience_s)
 
     def _do_between_batches(self) -> None:
         while self._before_next:

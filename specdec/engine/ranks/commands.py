@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from specdec.core.errors import ProtocolError
+from specdec.core.errors import UNDECODABLE, ProtocolError
 from specdec.core.ids import RequestId
 from specdec.core.plan import TargetStep
 from specdec.core.sampling_params import Grammar, SamplingParams
@@ -98,5 +98,5 @@ def decode(payload: bytes) -> Command:
     """
     try:
         return _decoder.decode(payload)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise ProtocolError(f"malformed command from rank 0: {error}") from error

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from specdec.core.errors import UNDECODABLE
+
 logger = logging.getLogger(__name__)
 
 PROFILE_FORMAT = 8
@@ -117,7 +119,7 @@ class ProfileStore:
             profile = msgspec.json.decode(path.read_bytes(), type=CostProfile)
         except FileNotFoundError:
             return None
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNDECODABLE) as error:
             logger.warning("the cost profile %s is measured anew: %s", path, error)
             return None
         fault = "it is of another key" if profile.key != key else profile.fault()

@@ -268,7 +268,8 @@ class Evaluation:
         positions = np.arange(depth)
         is_asked = positions < batch.requested[:, None]
         is_open = (positions < batch.caps[:, None]) & (batch.requested < 0)[:, None]
-        is_open &= reached > _LEAST_PROBABILITY
+        # First tokens stay: what nobody ever asks for again is not learnt of again.
+        is_open &= (reached > _LEAST_PROBABILITY) | (positions == 0)
         own_s = self._token_own_s
         worth = reached if own_s is None else reached * self._cheapness(own_s)[:, None]
         order_by = np.where(is_asked, 2.0 + reached, np.where(is_open, worth, -1.0)).ravel()

@@ -240,14 +240,30 @@ def test_drafts_are_measured_anew_on_other_devices_and_steps_of_the_target_are_n
     its_config = config(folder, method="draft_model", model=str(folder), **speculative)
     target, drafter = build_target(its_config), build_draft_proposer(its_config)
     measured = partial(cost_profile_of, its_config, target, drafter)
-    first = measured(draft_devices=["A", "B", "A"])
+    first = measured(draft_devices=lambda: ["A", "B", "A"])
     assert first.draft
-    assert measured(draft_devices=["B", "A"]) == first
+    assert measured(draft_devices=lambda: ["B", "A"]) == first
     assert measured() == first, "nobody has said yet where drafts are made"
-    second = measured(draft_devices=["C"])
+    assert measured(await_drafters=pytest.fail) == first, "nothing is missing: nobody is waited for"
+    second = measured(draft_devices=lambda: ["C"])
     assert second.verify == first.verify
     assert second.draft != first.draft
     assert (first.draft_devices, second.draft_devices) == (("A", "B"), ("C",))
+    drafter.close()
+    target.close()
+
+
+def test_drafts_are_kept_with_the_devices_of_those_that_were_waited_for(tmp_path: Path, folder: Path) -> None:
+    """Both start at once: who drafts, and on what, is known when it is there."""
+    speculative = {"controller": "goodput", "profile_dir": str(tmp_path), "profile_seconds": 0.5}
+    its_config = config(folder, method="draft_model", model=str(folder), **speculative)
+    target, drafter = build_target(its_config), build_draft_proposer(its_config)
+    devices: list[str] = []
+    measured = partial(cost_profile_of, its_config, target, drafter, draft_devices=lambda: devices)
+    first = measured(await_drafters=lambda: devices.append("A"))
+    assert first.draft
+    assert first.draft_devices == ("A",)
+    assert measured(await_drafters=pytest.fail) == first
     drafter.close()
     target.close()
 
@@ -310,7 +326,7 @@ def test_what_a_silent_drafter_left_out_is_measured_at_the_next_start(tmp_path: 
     speculative = {"controller": "goodput", "profile_dir": str(tmp_path / "p"), "profile_seconds": 60.0}
     its_config = config(folder, method="draft_model", model=str(folder), **speculative)
     target, inner = build_target(its_config), build_draft_proposer(its_config)
-    short = cost_profile_of(its_config, target, FallsSilent(inner, 14), draft_devices=["A"])
+    short = cost_profile_of(its_config, target, FallsSilent(inner, 14), draft_devices=lambda: ["A"])
     assert 0 < len(short.draft) < 4
     assert not short.has_all_drafts
     assert cost_profile_of(its_config, target, FallsSilent(inner, 0)) == short

@@ -267,9 +267,8 @@ def test_a_default_that_cannot_be_is_refused(models: Models, written: WrittenBud
     ("written", "k", "message"),
     [
         (7, None, r"speculation.kv_budget: 7 tokens do not hold .*: give at least 8"),
-        (8, 6, r"speculation.kv_budget: 8 tokens do not hold .* \(6\): give at least 10"),
-        (0.1, 8, r"speculation.kv_budget: 8 tokens do not hold .* \(8\): give at least 12"),
-        ("10%", 8, r"speculation.kv_budget: 8 tokens do not hold .* \(8\): give at least 12"),
+        (7, 6, r"speculation.kv_budget: 7 tokens do not hold .* \(4\): give at least 8"),
+        (6, 3, r"speculation.kv_budget: 6 tokens do not hold .* \(3\): give at least 7"),
         (-3, None, r"speculation.kv_budget: -3 tokens are none"),
         ("much", None, r"speculation.kv_budget: 'much' is not a number of tokens"),
     ],

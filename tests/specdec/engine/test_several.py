@@ -348,9 +348,8 @@ def test_the_budget_is_that_of_whoever_selects(folder: Path) -> None:
         budgets = kv_budgets_of(config.speculative_config)
         assert budgets is not None
         assert budgets.default.amount == 12
-        for name in places:
-            has_budget = name == list(places)[place - 1]
-            assert (budgets.own_draft_fault(9, name) is not None) == has_budget
+        assert [name for name in places if budgets.is_of(name)] == [budgets.drafter]
+        assert budgets.drafter == list(places)[place - 1]
 
 
 MIXED = [

@@ -97,52 +97,40 @@ def test_retry_time_is_bounded() -> None:
         assert 1.0 <= caught.value.retry_after_s <= 60.0
 
 
-SEVERAL_BUDGETS = KvSelectionConfig(policy="streaming", budget=(16, 0.05), floor=64)
-HOLDS_12 = r"speculative_config\.kv\.budget: 16 tokens do not hold .* \({k}\): give at least {needed} with "
-
-
-@pytest.mark.parametrize("k", [0, 12, 13, 64])
-def test_a_draft_of_ones_own_has_to_fit_the_budget(k: int) -> None:
-    """With the default one as with one's own; the setting is named."""
-    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=16), 4)
-    asking = request(num_draft_tokens=k)
+@pytest.mark.parametrize("k", [0, 4, 5, 64])
+def test_a_draft_that_will_be_cut_is_not_refused_for_its_length(k: int) -> None:
+    """Nobody's drafts are longer than configured, and the configured budget holds those."""
+    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=8), 4)
     its_limits = limits(kv_budgets=budgets)
-    if k <= 12:
-        check_request(asking, its_limits)
-    else:
-        with pytest.raises(InputError, match=HOLDS_12.format(k=k, needed=k + 4)) as caught:
-            check_request(asking, its_limits)
-        assert caught.value.param == "speculation.num_speculative_tokens"
-        assert "speculation.num_speculative_tokens: " in str(caught.value)
-    check_request(request(num_draft_tokens=k, kv_budget=k + 4), its_limits)
-    check_request(asking, limits())
-    budgets.set_default(68)
-    check_request(asking, its_limits)
+    check_request(request(num_draft_tokens=k), its_limits)
+    check_request(request(num_draft_tokens=k, kv_budget=8), its_limits)
+    shorter = request(num_draft_tokens=k, kv_budget=7)
+    if k < 4:
+        check_request(shorter, its_limits)
+        return
+    with pytest.raises(
+        InputError, match=r"kv_budget: 7 tokens do not hold .* \(4\): give at least 8$"
+    ) as caught:
+        check_request(shorter, its_limits)
+    assert caught.value.param == "speculation.kv_budget"
 
 
-def test_of_several_budgets_those_count_that_may_be_picked() -> None:
-    budgets = KvBudgets(SEVERAL_BUDGETS, 4)
-    its_limits = limits(kv_budgets=budgets)
-    with pytest.raises(InputError, match=HOLDS_12.format(k=13, needed=17)):
-        check_request(request(num_draft_tokens=13), its_limits)
-    budgets.set_default(0.05)
-    check_request(request(num_draft_tokens=60), its_limits)
-    with pytest.raises(InputError, match=r"kv\.floor: 64 tokens do not hold .* \(61\): give at least 65"):
-        check_request(request(num_draft_tokens=61), its_limits)
-    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=(64, 16)), 4)
-    check_request(request(num_draft_tokens=60), limits(kv_budgets=budgets))
-    budgets.pick = lambda *_: budgets.default
-    with pytest.raises(InputError, match=HOLDS_12.format(k=60, needed=64)):
-        check_request(request(num_draft_tokens=60), limits(kv_budgets=budgets))
-
-
-def test_of_several_drafters_the_one_with_the_budget_counts() -> None:
+def test_of_several_drafters_only_the_one_with_the_budget_may_be_asked_for_with_another() -> None:
     budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=16), 4, drafter="own")
     its_limits = limits(kv_budgets=budgets, drafters=DrafterSet(names=("own", "lookup"), shares=(0.0, 0.0)))
-    check_request(request(num_draft_tokens=64, drafter="lookup"), its_limits)
     for wanted in (None, "own"):
-        with pytest.raises(InputError, match="16 tokens do not hold"):
-            check_request(request(num_draft_tokens=64, drafter=wanted), its_limits)
+        check_request(request(kv_budget=512, drafter=wanted), its_limits)
+        with pytest.raises(InputError, match="3 tokens do not hold"):
+            check_request(request(kv_budget=3, drafter=wanted), its_limits)
+    for budget in (3, 512):
+        asking = request(kv_budget=budget, drafter="lookup")
+        with pytest.raises(InputError, match="kv_budget: .*drafter 'lookup' .* or ask for 'own'") as caught:
+            check_request(asking, its_limits)
+        assert caught.value.param == "speculation.kv_budget"
+        going_on = without_misfits(asking, its_limits)
+        assert (going_on.kv_budget, going_on.drafter) == (None, "lookup")
+    with pytest.raises(InputError, match="speculation.drafter"):
+        check_request(request(kv_budget=512, drafter="nobody"), its_limits)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +180,7 @@ def test_wishes_about_drafting_that_do_not_fit_here_are_left_out() -> None:
         kv_budgets=KvBudgets(KvSelectionConfig(policy="streaming", budget=16), 4),
         drafters=DrafterSet(names=("own", "new"), shares=(0.0, 0.0)),
     )
-    for one in (request(num_draft_tokens=13), request(kv_budget=5, num_draft_tokens=13, drafter="old")):
+    for one in (request(kv_budget=5), request(kv_budget=5, num_draft_tokens=13, drafter="old")):
         with pytest.raises(InputError):
             check_request(one, small)
         check_request(without_misfits(one, small), small)

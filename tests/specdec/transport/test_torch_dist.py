@@ -168,13 +168,19 @@ def test_rubbish_at_the_door_does_not_shut_it() -> None:
     with channels("server", "client") as (server, client):
         host, port = server.address.endpoint.removeprefix("tcp://").split(":")
         store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=5))
-        for knock in (b"", b"rubbish", b"\x94\x01\x02\x03\x04"):
+        fields = b"\xa1a\xa1a\xa1a\xc4\x01a"
+        deep, no_text = (
+            b"\x96" + fields + b"\xc0" + b"\x91" * 100_000,
+            b"\x94" + fields.replace(b"a", b"\xff"),
+        )
+        knocks = (b"", b"rubbish", b"\x94\x01\x02\x03\x04", no_text, deep)
+        for knock in knocks:
             store.queue_push("knocks", knock)  # type: ignore[attr-defined]
         server.admit([client.address])
         client.connect(server.address)
         client.send(SERVER, Ping(1))
         assert server.receive(10).message == Ping(1)
-        assert server.counters.dropped["malformed"] == 3
+        assert server.counters.dropped["malformed"] == len(knocks)
 
 
 def test_an_address_that_cannot_be_bound_is_a_clear_error() -> None:

@@ -162,6 +162,32 @@ def test_that_swing_would_be_seen() -> None:
     assert num_moved > 0.6 * 120
 
 
+@pytest.mark.parametrize("num_others", [100_000, 1 << 60])
+def test_however_many_there_are_a_thought_is_short(num_others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round waits for it; what workers say of others is taken as it is."""
+    num_looks = 0
+
+    def counted(one: DraftWorkerView, number: int) -> DraftWorkerView:
+        nonlocal num_looks
+        num_looks += 1
+        return replace(one, num_own=one.num_own + number)
+
+    monkeypatch.setattr(DraftWorkerView, "with_more", counted)
+    busy, idle = view("a", 40, num_others, capacity=256), view("b", 0, capacity=256)
+    rebalance([busy, idle], CONFIG, 0.5)
+    assert num_looks < 8_000
+
+
+def test_of_large_pools_workers_come_to_hold_about_the_same() -> None:
+    """Several at a time are thought about there; as many move as would one by one."""
+    workers = {one.worker: one for one in (view("a", 4000, capacity=4096), view("b", 0, capacity=4096))}
+    all_at_once = DraftPlacementConfig(max_moves=4096)
+    assert 0 < apply(workers, rebalance(list(workers.values()), all_at_once, 0.0))
+    loads = sorted(one.load for one in workers.values())
+    assert loads[1] <= 1.27 * loads[0]
+    assert loads[1] >= 1.15 * loads[0], "no more than has to"
+
+
 def test_moving_can_be_switched_off() -> None:
     assert not rebalance([view("a", 40), view("b", 0)], DraftPlacementConfig(max_moves=0), 0.9)
 

@@ -323,3 +323,21 @@ def test_whether_a_token_stays_does_not_depend_on_what_it_is() -> None:
             assert len(first.q_rows or ()) == len(first.token_ids)
             kept.append((first.token_ids[0], len(first.token_ids), len(found.branches)))
     assert kept == [(0, 1, 0), (0, 1, 2), (1, 2, 0), (1, 2, 2)]
+
+
+def test_leases_end_though_nobody_says_anything_any_more() -> None:
+    """Whoever waits for messages for ever is to wake for them, and sleeps on once nothing is held."""
+    proposer = draft_model()
+    bench = Bench(proposer, shares=DraftShareConfig(lease_s=60.0))
+    bench.send(0, entry("lost"))
+    bench.serve()
+    assert bench.server.num_sequences == 1
+    num_steps = 0
+    with pytest.raises(AssertionError, match="nothing can ever arrive"):
+        while True:
+            assert not bench.server.step(None)
+            num_steps += 1
+    assert 0 < num_steps <= 12
+    assert bench.server.num_sequences == 0
+    assert 60.0 < bench.network.clock.now_s() < 80.0
+    assert proposer.sequences.num_held_blocks == 0

@@ -71,9 +71,7 @@ def test_one_of_several_may_have_a_list_of_budgets(drafter: dict[str, Any]) -> N
     assert (settings.budgeted_drafter, settings.keeps_kv_budgets) == (1, drafter is not WINDOW)
     budgets = kv_budgets_of(config)
     assert budgets is not None
-    budgets.pick = controller.pick_kv_budget
-    assert budgets.own_draft_fault(255, drafter["name"]) is not None
-    assert budgets.own_draft_fault(255, "lookup") is None
+    assert budgets.drafter == drafter["name"]
 
 
 def test_one_choice_beside_a_shadow_drafts_no_more_than_it_may() -> None:

@@ -59,7 +59,9 @@ def test_what_cannot_be_used_is_measured_anew(
     assert store.load(KEY) == profile
 
 
-@pytest.mark.parametrize("content", [b"", b"not json", b"[]", b'{"key": 3}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"not json", b"[]", b'{"key": 3}', b'{"key": "\xff"}', b'{"a":' + b"[" * 100_000]
+)
 def test_files_that_are_no_profiles(
     store: ProfileStore, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:

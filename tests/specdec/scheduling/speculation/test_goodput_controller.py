@@ -580,6 +580,24 @@ def test_a_drafter_that_dies_and_comes_back() -> None:
     assert world.run(controller, 300).rate >= 1.3 * plain
 
 
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("name", mostly_full(COSTS, ["gpu"]))
+@pytest.mark.parametrize("number", [1, 4])
+def test_weak_drafters_that_were_away_for_long_are_tried_again(name: str, number: int) -> None:
+    """Few of their tokens are accepted, and none of them was there: what is left of both is next to nothing."""
+    controller = controller_of(profile_of(COSTS[name]))
+    world = world_of(COSTS[name], number, chance=0.25)
+    world.run(controller, 400)
+    world.availability = 0.0
+    plain = fixed_rates(name, number, 128, 0.25, MODES)["lockstep", 0]
+    world.run(controller, 40)
+    assert world.run(controller, 4400).rate >= FLOOR * plain
+    world.availability, world.acceptance = 1.0, lambda _round, _request: 0.95
+    world.run(controller, 3200)
+    best = max(fixed_rates(name, number, 128, 0.95, MODES).values())
+    assert world.run(controller, 300).rate >= 0.94 * best
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_machine_that_gets_slower_as_a_whole(seed: int) -> None:
     """Everything takes twice as long: what is best stays so, and is done soon."""
