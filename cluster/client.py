@@ -258,8 +258,11 @@ class ClusterService:
 
     @property
     def num_doors(self) -> int:
-        """Doors to the same target that are there, this one and those that are closing included."""
-        return self._account.num_doors
+        """Doors that are there, this one and those that are closing included, also of a former target: they
+        share the limits of API keys.
+        """
+        doors = {member.peer_id for member in self._members if member.role == "ingress"}
+        return len(doors | {self._peer_id})
 
     async def metrics(self) -> Mapping[str, float]:
         """Metrics of all coordinators and all doors together.

@@ -57,11 +57,6 @@ class DoorAccount:
         """Whether this door keeps the account."""
         return self._shared.keeps
 
-    @property
-    def num_doors(self) -> int:
-        """Doors that are there, this one included."""
-        return self._shared.num_doors
-
     def start(self) -> None:
         """Begin to report, or to tell those who do."""
         self._reporting = asyncio.create_task(self._report_on(), name="door-account")

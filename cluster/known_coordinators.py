@@ -18,6 +18,8 @@ from specdec.transport.messages import Pong
 
 _DIRECTORY_LEASES = 2
 """So long after its last answer, in leases, what the directory said still tells who may be there."""
+_CUT_OFF_LEASES = 10
+"""Who hears none of those that are in the directory for so long, in leases, is cut off from them."""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,9 @@ class KnownCoordinators:
 
     For a lease's time after the last one was lost, or said that it goes, and as long as one that says nothing
     is in the directory, requests are not refused: it may only have been late, and who goes leaves requests to
-    another, of which this door may not have heard yet. A directory that does not answer vouches for nobody.
+    another, of which this door may not have heard yet. A directory that does not answer vouches for nobody,
+    and one that vouches for those whom this door does not hear for long has no answer for its clients: others
+    may hear them.
     """
 
     def __init__(self, clock: Clock, *, lease_s: float, may_be_none: bool) -> None:
@@ -98,7 +102,15 @@ class KnownCoordinators:
     @property
     def may_wait(self) -> bool:
         """Whether new requests wait where nobody takes them."""
-        return (self._may_be_none or self.is_in_doubt) and not self.is_closing
+        return (self._may_be_none or self.is_in_doubt) and not (self.is_closing or self.is_cut_off)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether some are there, and none of them has been heard for long."""
+        if not self._known or any(one.is_reachable for one in self):
+            return False
+        heard_s = max(one.heard_s for one in self)
+        return self._clock.now_s() - heard_s > _CUT_OFF_LEASES * self._lease_s
 
     @property
     def takers(self) -> list[KnownCoordinator]:

@@ -70,11 +70,6 @@ class SharedMetrics:
         return self.keeper == self._me
 
     @property
-    def num_doors(self) -> int:
-        """Doors that are there, this one included."""
-        return len(self._doors)
-
-    @property
     def listeners(self) -> tuple[PeerId, ...]:
         """Doors that are there and have reported to this one."""
         return tuple(door for door in self._doors if door != self._me and door in self._reports)

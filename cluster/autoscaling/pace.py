@@ -36,6 +36,10 @@ class ScalingMemory:
     down_since_s: float | None = None
     """Since when fewer have been wanted than serve."""
     idle_since_s: float | None = None
+    starting_since_s: float | None = None
+    """Since when some that were asked for do not serve, and no other has come to."""
+    num_ready: int | None = None
+    """At the last decision."""
     changed_s: float | None = None
 
 
@@ -45,30 +49,39 @@ def decide(
     """Return how many to ask for, and what to remember.
 
     Up: after `up_after_s` of wanting more, and not while those asked for before are still starting (a model
-    that loads for minutes would else be asked for again and again). Down: after `down_after_s` in which fewer
-    than those that serve were wanted, and not within `cooldown_s` of a change. To zero: only from idleness of
-    those that serve, for `scale_to_zero_after_s`; what is still starting then is given up first. From zero:
-    at once.
+    that loads for minutes would else be asked for again and again). Who has not come to serve for
+    `start_patience_s` may never do so (a bad node, no place): others take their part. Down: after
+    `down_after_s` in which fewer than those that serve were wanted, and not within `cooldown_s` of a change.
+    To zero: only from idleness of those that serve, for `scale_to_zero_after_s`; what is still starting then
+    is given up first. From zero: at once.
     """
     number = fleet.num_asked_for
     # Zero is for idleness alone, and idleness alone for zero.
     wanted = min(max(wish.number, fleet.low, 0 if wish.is_idle and number == 0 else 1), fleet.high)
-    is_starting = fleet.num_ready < number
+    num_starting = max(0, number - fleet.num_ready)
+    has_one_come = memory.num_ready is not None and fleet.num_ready > memory.num_ready
+    starting_since_s = _since(num_starting > 0, None if has_one_come else memory.starting_since_s, now_s)
+    is_missed = not wish.is_idle or fleet.num_ready < fleet.low
+    is_stuck = is_missed and _lasts(starting_since_s, config.start_patience_s, now_s)
+    goal = min(wanted + num_starting, fleet.high) if is_stuck else wanted
     # A wish knows of those that serve alone: that they are enough is no reason to give up others that load.
     is_less_wanted = wanted < min(number, fleet.num_ready)
     memory = replace(
         memory,
-        up_since_s=_since(wanted > number, memory.up_since_s, now_s),
+        up_since_s=_since(goal > number, memory.up_since_s, now_s),
         down_since_s=_since(is_less_wanted, memory.down_since_s, now_s),
         idle_since_s=_since(
             wish.is_idle and (fleet.num_ready > 0 or number == 0), memory.idle_since_s, now_s
         ),
+        starting_since_s=starting_since_s,
+        num_ready=fleet.num_ready,
     )
     decided = number
-    if wanted > number:
-        is_time = _lasts(memory.up_since_s, config.up_after_s, now_s) and not is_starting
+    if goal > number:
+        may_ask = num_starting == 0 or is_stuck
+        is_time = _lasts(memory.up_since_s, config.up_after_s, now_s) and may_ask
         if is_time or number < fleet.low or number == 0:
-            decided = wanted
+            decided = goal
     elif number > fleet.high:
         decided = fleet.high
     elif wanted < number:
@@ -78,7 +91,7 @@ def decide(
     if fleet.low == 0 and _lasts(memory.idle_since_s, config.scale_to_zero_after_s, now_s):
         if 0 < decided <= 1:
             decided = 0
-        elif is_starting:
+        elif num_starting:
             decided = 1  # one that finds no place may be starting for good: it must not keep the others
     if decided == number:
         return number, memory

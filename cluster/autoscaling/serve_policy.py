@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.autoscaling.config import DraftScalingConfig, PaceConfig, TargetScalingConfig
 from cluster.autoscaling.draft_pool import PoolLoad, wanted_workers
 from cluster.autoscaling.pace import Fleet, ScalingMemory, Wish, decide
-from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
+from cluster.autoscaling.target_groups import GroupLoad, SeenRounds, wanted_groups, with_loads
 from cluster.autoscaling.wanted import WantedTeller
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ASKED_FOR = "num_asked_for"
 _PACE = "pace"
+_SEEN = "seen_rounds"
 _LOOK_BACK_S = 20.0
 """Serve averages what replicas report over so many seconds; they report every ten."""
 
@@ -63,8 +64,12 @@ class TargetGroupPolicy:
             )
             for report in reports
         ]
-        wish = wanted_groups(loads, self._max_num_seqs, self._config)
-        return _decided(context, wish, len(loads), self._config, self._teller)
+        assert context.current_time is not None
+        before = {int(size): SeenRounds(*one) for size, one in context.policy_state.get(_SEEN, {}).items()}
+        seen = with_loads(before, loads, context.current_time)
+        wish = wanted_groups(loads, self._max_num_seqs, self._config, seen)
+        number, state = _decided(context, wish, len(loads), self._config, self._teller)
+        return number, {**state, _SEEN: {size: tuple(one) for size, one in seen.items()}}
 
 
 class DraftPoolPolicy:

@@ -273,7 +273,7 @@ def without_doors(metrics: DoorMetrics, snapshot: Mapping[str, float]) -> dict[s
 
 def told_apart(model_name: str, snapshot: Mapping[str, float]) -> dict[str, float]:
     """Return a snapshot with the model's name as a label of every series: a door may have several models."""
-    label = f'{MODEL_LABEL}="{model_name}"'
+    label = f'{MODEL_LABEL}="{as_label(model_name)}"'
     return {_with_label(series, label): value for series, value in snapshot.items()}
 
 

@@ -651,6 +651,31 @@ def test_who_is_silent_and_then_lost_is_not_waited_for() -> None:
     assert isinstance(ingress.last[request.request_id], NotReadyError)
 
 
+@pytest.mark.parametrize("may_be_none", [False, True])
+def test_a_door_that_is_cut_off_says_so(may_be_none: bool) -> None:
+    """Others may hear the coordinators: whoever chooses a door by its health is to choose one of them."""
+    sim, ingress = simple()
+    ingress.book._coordinators._may_be_none = may_be_none
+    old = a_request("old", random.Random(5))
+    ingress.open(old)
+    sim.network.run_for(0.2)
+    sim.network.faults = Faults(loss=1.0)
+    sim.network.run_for(9 * LEASE_S)
+    assert ingress.book.description is not None, "who is silent may be late"
+    sim.network.run_for(2 * LEASE_S)
+    assert ingress.book.description is None
+    with pytest.raises(NotReadyError):
+        ingress.open(a_request("early", random.Random(6)))
+    assert old.request_id not in ingress.last, "what had begun waits for a failover"
+    sim.network.faults = Faults()
+    sim.network.run_for(LEASE_S)
+    assert ingress.book.description is not None
+    new = a_request("new", random.Random(7))
+    ingress.open(new)
+    sim.run_until_done()
+    assert_right(ingress, [old, new])
+
+
 def test_a_directory_that_cannot_be_reached_vouches_for_nobody() -> None:
     """Who dies then stays in the last view of it for ever."""
     sim, ingress = simple()

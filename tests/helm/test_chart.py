@@ -246,6 +246,9 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         (None, {"head": {"shmSize": "0.5Gi"}}, "head.shmSize: 0.5Gi does not hold Ray's object store"),
         ("gpu", {"draft": {"shmSize": "536M"}}, "draft.shmSize: 536M does not hold"),
         (None, {"target": {"rayStartParams": {"object-store-memory": "9000000000"}}}, "of 9000000000 bytes"),
+        (None, {"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes: there is a volume tmp"),
+        (None, {"extraVolumes": [{"name": "a", "emptyDir": {}}] * 2}, "a volume a already"),
+        ("gpu", {"draft": {"podLabels": {"app.kubernetes.io/component": "x"}}}, "draft.podLabels: app.kub"),
         (None, {"fullnameOverride": "1st"}, "fullnameOverride: 1st is no name for a RayService"),
         (None, {"nameOverride": "Llm"}, "fullnameOverride: llm-Llm is no name"),
         (
@@ -1515,6 +1518,27 @@ def test_notes_say_who_can_read_metrics(policy: Values, told: str) -> None:
     notes = " ".join(render_texts({"networkPolicy": policy})["NOTES.txt"].split())
     assert "/metrics asks for no API key" in notes
     assert told in notes
+    assert ("who has Ray's token runs code" in notes) == (policy.get("enabled") is False)
+
+
+def test_pods_of_one_kind_are_spread_over_nodes_unless_told_otherwise() -> None:
+    own = [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}]
+    groups = groups_of(ray_service(merged(DRAFTED, {"draft": {"topologySpreadConstraints": own}})))
+    for name, group in groups.items():
+        pod = group["template"]
+        constraints = pod["spec"].get("topologySpreadConstraints", [])
+        if name == "draft":
+            assert constraints == own
+            continue
+        if name == "head":
+            assert constraints == []
+            continue
+        (constraint,) = constraints
+        assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+        selected = constraint["labelSelector"]["matchLabels"]
+        assert selected.items() <= pod["metadata"]["labels"].items()
+        others = [one for other, one in groups.items() if other != name]
+        assert not any(selected.items() <= one["template"]["metadata"]["labels"].items() for one in others)
 
 
 def pre_stop(group: dict[str, Any]) -> list[str]:

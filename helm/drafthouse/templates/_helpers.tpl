@@ -353,6 +353,20 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- if and $values.ingress.enabled (hasKey (dig "http" dict $values.config) "num_replicas") -}}
 {{- fail "config.http.num_replicas: doors have pods of their own, so their number is ingress.replicas; leave it out" -}}
 {{- end -}}
+{{- range $pool := list "head" "ingress" "target" "draft" -}}
+{{- range $label, $_ := (index $values $pool).podLabels -}}
+{{- if has $label (list "app.kubernetes.io/name" "app.kubernetes.io/part-of" "app.kubernetes.io/instance" "app.kubernetes.io/component") -}}
+{{- fail (printf "%s.podLabels: %s is the chart's own, by which policies, budgets and Services find pods: take another" $pool $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $volumes := list "tmp" "shm" "compile-cache" "models" "api-keys" "tls" -}}
+{{- range $values.extraVolumes -}}
+{{- if has .name $volumes -}}
+{{- fail (printf "extraVolumes: there is a volume %s already, of the chart's or of yours: take another name" .name) -}}
+{{- end -}}
+{{- $volumes = append $volumes .name -}}
+{{- end -}}
 {{- $decided := include "drafthouse.decidedEnv" . | fromYaml -}}
 {{- $environments := dict "extraEnv" $values.extraEnv -}}
 {{- range $pool := list "head" "ingress" "target" "draft" -}}

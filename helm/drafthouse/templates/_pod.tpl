@@ -48,6 +48,18 @@ spec:
   {{- end }}
   {{- with $pool.topologySpreadConstraints }}
   topologySpreadConstraints: {{- toYaml . | nindent 4 }}
+  {{- else }}
+  {{- if ne .component "head" }}
+  {{- /* So that a lost node takes as few doors, groups or draft workers with it as can be. */}}
+  topologySpreadConstraints:
+    - maxSkew: 1
+      topologyKey: kubernetes.io/hostname
+      whenUnsatisfiable: ScheduleAnyway
+      labelSelector:
+        matchLabels:
+          {{- include "drafthouse.selectorLabels" $root | nindent 10 }}
+          app.kubernetes.io/component: {{ .component }}
+  {{- end }}
   {{- end }}
   {{- if $values.models.download }}
   initContainers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,41 @@ class TestTargetGroups:
         assert groups(*[GroupLoad(num_running=4, round_s=0.15)] * 2) == 3
         # Never more than there are requests: two groups, three of them, and twice the time.
         assert groups(GroupLoad(num_running=2, round_s=0.2), GroupLoad(num_running=1, round_s=0.2)) == 3
+
+    def test_rounds_that_small_batches_do_not_shorten_ask_for_nobody(self) -> None:
+        """They wait for the weights. One step is tried, and known for an hour to have brought nothing."""
+        numbers = self.scaled(lambda batch: 0.105 + 0.0005 * batch, seconds=3000)
+        assert (max(numbers), numbers[-1]) == (2, 1)
+        assert sum(before != after for before, after in itertools.pairwise(numbers)) == 2
+        again = self.scaled(lambda batch: 0.105 + 0.0005 * batch, seconds=9000)
+        assert sum(before != after for before, after in itertools.pairwise(again)) <= 6
+
+    def test_rounds_that_they_do_shorten_ask_for_as_many_as_it_takes(self) -> None:
+        for each_s, number in ((0.012, 2), (0.02, 3), (0.03, 5)):
+            numbers = self.scaled(lambda batch, each_s=each_s: 0.02 + each_s * batch, seconds=1500)
+            assert 0.02 + each_s * 12 / numbers[-1] <= 0.1
+            assert numbers[-1] == number, "and no more"
+            assert len(set(numbers[-600:])) == 1
+
+    def test_a_target_out_of_reach_is_approached_as_far_as_it_pays(self) -> None:
+        numbers = self.scaled(lambda batch: 0.11 + 0.005 * batch, seconds=1500)
+        assert numbers[-1] == 3, "twice as many would have 0.92 of the time"
+        assert len(set(numbers[-600:])) == 1
+
+    def scaled(self, round_s: Callable[[float], float], seconds: int) -> list[int]:
+        """How many groups there are for twelve requests, whose rounds take as long as that."""
+        config = TARGETS.model_copy(update={"up_after_s": 5, "down_after_s": 60, "cooldown_s": 10})
+        policy = TargetGroupPolicy(config.model_dump(), 64)
+        number, state, numbers = 1, {}, [1]
+        for second in range(seconds):
+            each = 12.0 / number
+            report = group_stats({"num_requests_running": each}, round_s=round_s(each))
+            reports = {f"replica{index}": dict(report) for index in range(number)}
+            at_s = 5000.0 + second
+            number, state = policy(context(reports, target=number, now_s=at_s, state=state, bounds=(1, 8)))
+            state = pickle.loads(pickle.dumps(state))
+            numbers.append(number)
+        return numbers
 
     def test_nobody_there_is_idle(self) -> None:
         assert wanted_groups([], SEQS, TARGETS) == Wish(number=0, is_idle=True)
@@ -295,6 +331,35 @@ class TestPace:
         assert idle.seconds(11, Wish(number=2))[-1] == 2
         assert idle.seconds(120, Wish(number=1, is_idle=True))[-1] == 2
         assert idle.seconds(2, Wish(number=1, is_idle=True)) == [1, 0]
+
+    def test_for_one_that_never_starts_another_is_asked_for(self) -> None:
+        """A group on a bad node must not keep the load from those that would start elsewhere."""
+        run = Run(number=2, start_s=50)
+        run.ready_s = [0.0, math.inf]
+        assert set(run.seconds(599, Wish(number=2))) == {2}
+        numbers = run.seconds(100, Wish(number=2))
+        assert numbers[-1] == 3
+        assert run.seconds(60, Wish(number=4))[-1] == 3, "the new one has its time, too"
+        more = run.seconds(1200, Wish(number=4))
+        assert more[-1] == 5, "four that serve, and one that does not"
+        assert set(run.seconds(2000, Wish(number=4))) == {5}
+
+    def test_where_some_should_always_serve_they_are_missed_though_nobody_asks(self) -> None:
+        run = Run(start_s=50)
+        run.ready_s = [math.inf]
+        assert run.seconds(620, Wish(number=0, is_idle=True))[-1] == 2
+
+    def test_replacements_stay_within_the_bounds(self) -> None:
+        run = Run(number=2, high=4, start_s=100_000)
+        run.ready_s = [0.0, math.inf]
+        assert max(run.seconds(20_000, Wish(number=2))) == 4
+        run.ready_s = [0.0] * 4
+        assert run.seconds(100, Wish(number=2))[-1] == 2
+
+    def test_while_one_after_the_other_comes_nobody_is_missed(self) -> None:
+        run = Run(number=4)
+        run.ready_s = [0.0, *(run.now_s + 500.0 * number for number in (1, 2, 3))]
+        assert set(run.seconds(1600, Wish(number=4))) == {4}
 
     def test_nobody_is_idle_who_does_not_serve_yet(self) -> None:
         run = Run(low=0)

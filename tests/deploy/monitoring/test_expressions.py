@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -111,11 +112,23 @@ def test_variables_ask_for_what_is_exported() -> None:
 
 def queries_of_scalers() -> list[str]:
     """What the documentation has KEDA ask Prometheus."""
+    (scaled,) = blocks_of_scalers("apiVersion: keda")
+    return [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
+
+
+def blocks_of_scalers(beginning: str) -> list[Any]:
     page = (Path(__file__).resolve().parents[3] / "docs" / "operations" / "sizing.md").read_text()
-    objects = [
-        yaml.safe_load(block) for block in re.findall(r"```yaml\n(apiVersion: keda.*?)```", page, re.DOTALL)
-    ]
-    return [trigger["metadata"]["query"] for scaled in objects for trigger in scaled["spec"]["triggers"]]
+    return [yaml.safe_load(block) for block in re.findall(rf"```yaml\n({beginning}.*?)```", page, re.DOTALL)]
+
+
+def test_hpa_asks_for_the_same_as_keda() -> None:
+    (adapter,) = blocks_of_scalers("rules:\n  external")
+    (scaler,) = blocks_of_scalers("apiVersion: autoscaling/v2")
+    (rule,) = adapter["rules"]["external"]
+    assert rule["metricsQuery"] == queries_of_scalers()[0]
+    assert references(rule["seriesQuery"]).labels_by_metric.keys() <= EXPORTED.keys()
+    (metric,) = scaler["spec"]["metrics"]
+    assert metric["external"]["metric"]["name"] == rule["name"]["as"]
 
 
 def test_what_the_documentation_has_other_scalers_ask_for_is_exported() -> None:

@@ -124,12 +124,12 @@ def test_of_several_drafters_only_the_one_with_the_budget_may_be_asked_for_with_
             check_request(request(kv_budget=3, drafter=wanted), its_limits)
     for budget in (3, 512):
         asking = request(kv_budget=budget, drafter="lookup")
-        with pytest.raises(InputError, match="kv_budget: .*drafter 'lookup' .* or ask for 'own'") as caught:
+        with pytest.raises(InputError, match=r"kv_budget: .*drafter 'lookup' .* or ask for 'own'") as caught:
             check_request(asking, its_limits)
         assert caught.value.param == "speculation.kv_budget"
         going_on = without_misfits(asking, its_limits)
         assert (going_on.kv_budget, going_on.drafter) == (None, "lookup")
-    with pytest.raises(InputError, match="speculation.drafter"):
+    with pytest.raises(InputError, match=r"speculation\.drafter"):
         check_request(request(kv_budget=512, drafter="nobody"), its_limits)
 
 

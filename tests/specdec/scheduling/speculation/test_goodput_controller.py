@@ -584,7 +584,7 @@ def test_a_drafter_that_dies_and_comes_back() -> None:
 @pytest.mark.parametrize("name", mostly_full(COSTS, ["gpu"]))
 @pytest.mark.parametrize("number", [1, 4])
 def test_weak_drafters_that_were_away_for_long_are_tried_again(name: str, number: int) -> None:
-    """Few of their tokens are accepted, and none of them was there: what is left of both is next to nothing."""
+    """Few of their tokens are accepted, and none of them was there: of both next to nothing is left."""
     controller = controller_of(profile_of(COSTS[name]))
     world = world_of(COSTS[name], number, chance=0.25)
     world.run(controller, 400)
