@@ -116,7 +116,7 @@ FAMILIES: tuple[Family, ...] = (
         settings={"method": "retrieval", "retrieval": {"shape": "tree"}},
     ),
     Family(name="lookahead", lengths=(4, 8, 15)),
-    Family(name="draft_model", lengths=(1, 2, 4, 6), needs="draft"),
+    Family(name="draft_model", lengths=(1, 2, 4, 6, 8), needs="draft"),
     Family(
         name="draft_model_static",
         chain="draft_model",
@@ -133,7 +133,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="lookup_first",
-        lengths=(2, 4, 6),
+        lengths=(2, 4, 6, 8),
         needs="draft",
         settings={"method": "draft_model", "lookup_first": 8, "suffix": {"max_shared_tokens": 0}},
     ),
@@ -204,7 +204,7 @@ FAMILIES: tuple[Family, ...] = (
         heads="parallel_heads",
         settings={"method": "parallel_heads", "tree": _TWO_DEEP},
     ),
-    Family(name="eagle", lengths=(1, 2, 4), needs="heads"),
+    Family(name="eagle", lengths=(1, 2, 4, 7), needs="heads"),
     Family(
         name="eagle_tree",
         chain="eagle",
@@ -215,12 +215,12 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="lookup_first_eagle",
-        lengths=(1, 2, 4),
+        lengths=(1, 2, 4, 7),
         needs="heads",
         heads="eagle",
         settings={"method": "eagle", "lookup_first": 8, "suffix": {"max_shared_tokens": 0}},
     ),
-    Family(name="eagle3", lengths=(1, 2, 4), needs="heads"),
+    Family(name="eagle3", lengths=(1, 2, 4, 7), needs="heads"),
     Family(
         name="eagle3_tree",
         chain="eagle3",
@@ -229,15 +229,15 @@ FAMILIES: tuple[Family, ...] = (
         heads="eagle3",
         settings={"method": "eagle3", "tree": _DYNAMIC},
     ),
-    Family(name="eagle31", lengths=(1, 2, 4), needs="heads", settings={"method": "eagle3"}),
-    Family(name="mtp", lengths=(1, 2, 4)),
+    Family(name="eagle31", lengths=(1, 2, 4, 7), needs="heads", settings={"method": "eagle3"}),
+    Family(name="mtp", lengths=(1, 2, 4, 7)),
     Family(
         name="mtp_tree",
         chain="mtp",
         lengths=(4, 8, 16),
         settings={"method": "mtp", "tree": _DYNAMIC},
     ),
-    Family(name="mtp_reused", lengths=(1, 2, 4), needs="heads", heads="mtp", settings={"method": "mtp"}),
+    Family(name="mtp_reused", lengths=(1, 2, 4, 7), needs="heads", heads="mtp", settings={"method": "mtp"}),
 )
 """In the order of tables. `mtp` drafts with the target's own module, which was trained for one token ahead;
 `mtp_reused` with that one trained further, for every depth."""

@@ -167,7 +167,11 @@ def train(
         Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights in OUT.")
     ] = "float32",
     checkpoint_every: Annotated[
-        float, typer.Option(min=1.0, help="Seconds between checkpoints: what an interruption costs at most.")
+        float,
+        typer.Option(
+            min=1.0,
+            help="Seconds between checkpoints, behind whole steps (draft_model: 20).",
+        ),
     ] = 180.0,
     eval_texts: Annotated[
         int, typer.Option(min=0, help="Excerpts of held-out texts to measure acceptance behind; 0: none.")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specdec.attention.base import LayerAttention
 from specdec.attention.hf import AttentionProbe, UnsupportedAttention
@@ -66,6 +67,7 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
     """
     config = copy.deepcopy(config)
     config._attn_implementation = DRAFTER_ATTENTION
+    _check_rotary(config)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         kinds = list(kinds)
@@ -93,6 +95,22 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
         ) from error
     _turn_by_position_alone(rotary)
     return BlockFamily(config=config, layer=layer, norm=norm, rotary=rotary)
+
+
+def _check_rotary(config: PretrainedConfig) -> None:
+    """Check that `transformers` has the kind of rotary embedding that is stated: else it says but its name.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if isinstance(kind, str) and kind not in known:
+        raise CheckpointError(
+            f"rope_scaling: type {kind!r} is none that a drafter's layers can have; known: "
+            f"{', '.join(sorted(set(known)))}"
+        )
 
 
 def _turn_by_position_alone(rotary: Any) -> None:

@@ -36,6 +36,7 @@ class SharedTexts:
         self._memories: OrderedDict[str | None, _Memory] = OrderedDict()
         self._unread: deque[tuple[str | None, Sequence[int]]] = deque()
         self._num_unread = 0
+        self._is_first_half_read = False
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +51,11 @@ class SharedTexts:
         self._unread.append((salt, kept))
         self._num_unread += len(kept)
         while self._num_unread > self._max_tokens // 2:
-            self._num_unread -= len(self._unread.popleft()[1])
+            salt, rest = self._unread.popleft()
+            self._num_unread -= len(rest)
+            if self._is_first_half_read:  # the next one does not go on from what was read of it
+                self._is_first_half_read = False
+                self._append(salt, (), is_whole=True)
 
     def read(self, num_tokens: int) -> None:
         """Read about so many tokens of what was learnt, so that nobody waits for a long text as a whole."""
@@ -60,6 +65,7 @@ class SharedTexts:
             self._num_unread -= len(now)
             num_tokens -= len(now)
             self._append(salt, now, is_whole=not later)
+            self._is_first_half_read = bool(later)
             if later:
                 self._unread.appendleft((salt, later))
 
@@ -76,6 +82,7 @@ class SharedTexts:
         self._memories.clear()
         self._unread.clear()
         self._num_tokens = self._num_unread = 0
+        self._is_first_half_read = False
 
     def _append(self, salt: str | None, token_ids: Sequence[int], *, is_whole: bool) -> None:
         memory = self._memories.setdefault(salt, _Memory())

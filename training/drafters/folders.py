@@ -61,9 +61,9 @@ def _out_from_work(options: TrainOptions) -> str:
 
 
 def described_run(
-    recipe: DrafterRecipe, options: TrainOptions, outline: str, fingerprint: str
+    recipe: DrafterRecipe, options: TrainOptions, outline: str, fingerprint: str, *, is_mixed: bool
 ) -> dict[str, Any]:
-    """What decides the weights of a run, but for its rows."""
+    """What decides the weights of a run, but for its rows; ``is_mixed``: products are of bfloat16."""
     return {
         **asdict(recipe),
         "target": outline,
@@ -71,6 +71,8 @@ def described_run(
         "start_from": None if options.start_from is None else str(options.start_from),
         "samples": options.samples,
         "sample_temperature": options.sample_temperature if options.samples else None,
+        "dtype": "bfloat16" if is_mixed else "float32",
+        "keep_hidden": options.keeps_hidden,  # they are rounded to be kept
     }
 
 

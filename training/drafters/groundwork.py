@@ -81,7 +81,10 @@ class Groundwork:
         dtype = torch.bfloat16 if is_mixed and not trains_target else torch.float32
         fingerprint = _fingerprint(checkpoint)
         # What is refused is refused before anything that takes long.
-        require_same_run(options.work, described_run(recipe, options, outline_of(checkpoint), fingerprint))
+        outline = outline_of(checkpoint)
+        require_same_run(
+            options.work, described_run(recipe, options, outline, fingerprint, is_mixed=is_mixed)
+        )
         model = load_frozen(options.target, dtype, device)
         _require_positions(model, recipe)
         tokenizer = load_tokenizer(options.target)
@@ -108,7 +111,7 @@ class Groundwork:
             recipe=recipe,
             options=options,
             model=model,
-            outline=outline_of(checkpoint),
+            outline=outline,
             fingerprint=fingerprint,
             is_mixed=is_mixed,
             tokenizer=tokenizer,
@@ -154,7 +157,7 @@ class Groundwork:
             ConfigError: WORK holds a run with other settings.
         """
         recipe, options = self.recipe, self.options
-        described = described_run(recipe, options, self.outline, self.fingerprint)
+        described = described_run(recipe, options, self.outline, self.fingerprint, is_mixed=self.is_mixed)
         described["rows"] = _digest(self.rows.tokens)
         require_same_run(options.work, described)
         note_run(options, described)

@@ -159,6 +159,14 @@ def _read_settings(
             "engines take true)",
             folder.path,
         )
+    has_head = not is_whole or "lm_head.weight" in folder.shapes or config.hidden_size != target.hidden_size
+    if not has_head and has_embeddings and keys.flag("tie_word_embeddings", default=False):
+        logger.warning(
+            "%s: the weights lack lm_head.weight, and the target's is used: if the head was trained with its "
+            "own %s for that (tie_word_embeddings is true), store them as lm_head.weight, too",
+            folder.path,
+            _EMBEDDINGS,
+        )
     return Eagle3Settings(
         config=config,
         fused_layers=_fused_layers(keys, eagle, target, is_speculators=is_speculators),
@@ -167,9 +175,7 @@ def _read_settings(
         fc_norm=bool(normed),
         norm_output=keys.flag("norm_output", default=False),
         has_embeddings=has_embeddings,
-        has_head=not is_whole
-        or "lm_head.weight" in folder.shapes
-        or config.hidden_size != target.hidden_size,
+        has_head=has_head,
         attention_bias=any(name.endswith("self_attn.q_proj.bias") for name in folder.shapes),
     )
 

@@ -499,6 +499,14 @@ def test_rotary_factors_for_a_part_of_a_head(folder: Path, target: Target) -> No
         load_drafter(folder, target.parts)
 
 
+def test_a_kind_of_rotary_embedding_that_nobody_has(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle()
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    published.write(folder, config, tensors, MODEL)
+    with pytest.raises(CheckpointError, match=r"rope_scaling: type 'mrope' is none .*; known: default, dyn"):
+        load_drafter(folder, target.parts)
+
+
 @pytest.mark.parametrize("told_by", ["architectures", "eagle_config"])
 def test_eagle3_without_fused_states_is_told_by_its_config(
     folder: Path, target: Target, told_by: str

@@ -249,6 +249,47 @@ def test_eagle3_with_the_whole_vocabulary(folder: Path, target: Target) -> None:
     assert load_drafter(folder, target.parts).vocabulary is None
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("has_embeddings", [True, False])
+def test_eagle3_without_a_head_may_have_meant_its_own_embeddings(
+    folder: Path, target: Target, caplog: pytest.LogCaptureFixture, is_tied: bool, has_embeddings: bool
+) -> None:
+    """The target's head is used; where another may have been meant, that is said."""
+    config, tensors = published.eagle3()
+    for name in ("d2t", "t2d", "lm_head.weight"):
+        del tensors[name]
+    del config["draft_vocab_size"]
+    if has_embeddings:
+        tensors["embed_tokens.weight"] = torch.randn(published.VOCAB, published.HIDDEN)
+    published.write(folder, config | {"tie_word_embeddings": is_tied}, tensors, MODEL)
+    head = load_drafter(folder, target.parts)
+    assert isinstance(head, Eagle3)
+    assert head.lm_head is None
+    said = "the weights lack lm_head.weight, and the target's is used" in caplog.text
+    assert said == (is_tied and has_embeddings)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "speculators_eagle3", "speculators_mtp"])
+def test_heads_in_several_files(folder: Path, target: Target, kind: str) -> None:
+    """As large ones are published: an index says which tensor lies in which."""
+    config, tensors = getattr(published, kind)()
+    whole = published.write(folder / "whole", config, tensors, MODEL)
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    split = folder / "split"
+    for file, its in parts.items():
+        published.write(split, config, {name: tensors[name] for name in its}, file)
+    weight_map = {name: file for file, its in parts.items() for name in its}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (split / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected, got = (load_drafter(one, target.parts).state_dict() for one in (whole, split))
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    (split / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors"):
+        load_drafter(split, target.parts)
+
+
 def test_eagle3_with_the_whole_vocabulary_in_another_order(folder: Path, target: Target) -> None:
     config, tensors = published.eagle3()
     config["draft_vocab_size"] = published.VOCAB

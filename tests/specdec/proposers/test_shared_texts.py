@@ -66,6 +66,18 @@ def test_texts_do_not_run_into_each_other() -> None:
     assert not finds(texts, None, [3, 4])
 
 
+def test_what_is_given_up_half_read_does_not_run_into_the_next_text() -> None:
+    texts = SharedTexts(100)
+    texts.learn(None, range(50))
+    texts.read(10)
+    texts.learn(None, range(100, 120))
+    texts.read(1000)
+    assert finds(texts, None, [8, 9])
+    assert not finds(texts, None, [10, 11]), "the rest had to go"
+    assert finds(texts, None, [100, 101])
+    assert not finds(texts, None, [9, 100])
+
+
 def test_long_texts_are_read_in_parts() -> None:
     texts = SharedTexts(1000)
     texts.learn(None, range(100))

@@ -168,6 +168,33 @@ def test_an_interrupted_run_ends_with_the_same_weights(
     assert not all(torch.equal(tensor, early[name]) for name, tensor in straight.items())
 
 
+def test_a_run_that_ends_anywhere_goes_on_from_where_nothing_is_missing(
+    target_folder: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the draft model wrote for a refresh is in no checkpoint: one is kept only between two of them."""
+    chosen = recipe(steps=REFRESH_STEPS + 9, on_policy=0.5, row_length=12, batch_rows=2)
+
+    def run(name: str) -> dict[str, torch.Tensor]:
+        eager = options(target_folder, texts, tmp_path / name, eval_texts=0, checkpoint_every_s=0.0)
+        train_drafter(chosen, eager)
+        return load_file(tmp_path / name / "out" / "model.safetensors")
+
+    straight, loss = run("straight"), DraftModelTraining.loss
+
+    def until(one: DraftModelTraining, step: int, part: int) -> tuple[torch.Tensor, dict[str, float]]:
+        if step == REFRESH_STEPS + 6:
+            raise KeyboardInterrupt
+        return loss(one, step, part)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(DraftModelTraining, "loss", until)
+        with pytest.raises(KeyboardInterrupt):
+            run("resumed")
+    resumed = run("resumed")
+    assert len(losses(tmp_path / "resumed")) == len(losses(tmp_path / "straight"))
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
+
+
 @pytest.mark.full
 def test_a_model_with_the_targets_tokenizer_is_trained_further(
     target_folder: Path, texts: Path, tmp_path: Path

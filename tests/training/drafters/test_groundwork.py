@@ -342,6 +342,10 @@ class TestFolders:
             train_drafter(recipe(), dataclasses.replace(chosen, samples=8))
         with pytest.raises(ConfigError, match=r"holds a run with muon_lr \(--matrix-lr\) 0\.01, not 0\.02"):
             train_drafter(recipe(muon_lr=0.02), chosen)
+        with pytest.raises(ConfigError, match="holds a run with dtype 'float32', not 'bfloat16'"):
+            train_drafter(recipe(), dataclasses.replace(chosen, dtype="bfloat16"))
+        with pytest.raises(ConfigError, match=r"holds a run with keep_hidden False, not True: give"):
+            train_drafter(recipe(), dataclasses.replace(chosen, keeps_hidden=True))
 
     def test_other_texts_and_targets_are_called_so(self, copied: Path, texts: Path, tmp_path: Path) -> None:
         chosen = options(copied, texts, tmp_path, eval_texts=0)
