@@ -195,12 +195,10 @@ def _check_length(target: ModelConfig, checkpoint: Checkpoint) -> None:
     """Check `target.max_model_len`, where config.json says in plain words how long sequences may be."""
     stated, wanted = positions_of(checkpoint.config), target.max_model_len
     if wanted is not None and stated.num_positions is not None and wanted > stated.num_positions:
-        origin = "max_position_embeddings in its config.json"
-        if stated.kind == "dynamic":
-            origin += ", times the factor of dynamic NTK"
         raise ConfigError(
             f"target.max_model_len: {wanted} is more than the {stated.num_positions} positions that "
-            f"{checkpoint.path} has ({origin})"
+            f"{checkpoint.path} has (by max_position_embeddings and rope_scaling in its config.json)"
+            f"{stated.advice}"
         )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _LANES = 16
 """The kernel adds up so many blocks at once."""
+_BLOCKS_AT_ONCE = 256
+"""Of one sequence, in a pass of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,21 +131,34 @@ def _masses(
     layer: LayerAttention,
     sequence: int,
 ) -> torch.Tensor:
-    """Masses of the last rows of one sequence, fp32 [m, H, b]."""
+    """Masses of the last rows of one sequence, fp32 [m, H, b].
+
+    So many blocks at a time (online softmax): of a long text, all keys and scores at once are gigabytes.
+    """
     context_len, block_size = metadata.context_lens_host[sequence], metadata.block_size
     num_rows, num_heads, head_dim = query_mHD.shape
     num_blocks = -(-context_len // block_size)
-    table = metadata.block_tables[sequence, :num_blocks].long()
-    keys = key_cache[table].transpose(0, 1).reshape(layer.num_kv_heads, -1, head_dim)
     grouped = query_mHD.reshape(num_rows, layer.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     folded = grouped.reshape(layer.num_kv_heads, -1, head_dim)
-    scores = torch.matmul(folded, keys.transpose(1, 2)).float().mul_(layer.scaling)
-    if layer.softcap is not None:
-        scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
-    by_row = scores.view(layer.num_kv_heads, -1, num_rows, num_blocks * block_size)
-    by_row.masked_fill_(_hidden(metadata, layer, sequence, num_rows), float("-inf"))
-    weights = torch.softmax(by_row, dim=-1).view(num_heads, num_rows, num_blocks, block_size)
-    return weights.sum(-1).transpose(0, 1)
+    hidden = _hidden(metadata, layer, sequence, num_rows)
+    maxima, sums = [], []
+    for first in range(0, num_blocks, _BLOCKS_AT_ONCE):
+        last = min(first + _BLOCKS_AT_ONCE, num_blocks)
+        table = metadata.block_tables[sequence, first:last].long()
+        keys = key_cache[table].transpose(0, 1).reshape(layer.num_kv_heads, -1, head_dim)
+        scores = torch.matmul(folded, keys.transpose(1, 2)).float().mul_(layer.scaling)
+        if layer.softcap is not None:
+            scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
+        by_row = scores.view(num_heads, num_rows, (last - first) * block_size)
+        by_row.masked_fill_(hidden[:, first * block_size : last * block_size], float("-inf"))
+        # Where nothing is seen in these blocks: any finite number.
+        largest = by_row.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
+        weights = by_row.sub_(largest).exp_()
+        maxima.append(largest)
+        sums.append(weights.view(num_heads, num_rows, last - first, block_size).sum(-1))
+    largest = torch.cat(maxima, -1).amax(-1, keepdim=True)
+    masses = torch.cat([one.mul_((its - largest).exp_()) for one, its in zip(sums, maxima, strict=True)], -1)
+    return masses.div_(masses.sum(-1, keepdim=True)).transpose(0, 1)
 
 
 def _hidden(metadata: AttentionMetadata, layer: LayerAttention, sequence: int, num_rows: int) -> torch.Tensor:

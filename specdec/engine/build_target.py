@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from specdec.core.errors import ResourceError
 from specdec.engine.config import EngineConfig
+from specdec.kv.block_scores import MAX_WINDOW
+from specdec.kv.block_table import num_blocks_for
 from specdec.kv.selection import KvSelection
 from specdec.model.checkpoint import LoadProgress
 from specdec.proposers.tree_config import tree_shape
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from specdec.model.runner import ModelRunner
     from specdec.proposers.heads_factory import LoadedDrafter
     from specdec.sampling.sampler import TokenChooser
+
+_LOOKS_EVERY_ON_GPUS = 16
+"""Committed tokens between two rounds that policy `verified` looks at, unless it is told."""
 
 
 def build_target(
@@ -109,7 +114,7 @@ def build_target_part(
         runner,
         _chooser(loaded, config),
         rule=_rule_of(config),
-        self_drafting=_self_drafting_of(config),
+        self_drafting=_self_drafting_of(config, loaded),
         self_tree=tree_shape(config.speculative_config.tree),
         view=view_runner,
         resumed=resumed,
@@ -137,7 +142,7 @@ def _build_whole_target(
     hidden_layers = _hidden_layers_of(config, loaded, heads)
     view = _view_of(config, loaded)
     backend = attention_of(loaded, config.target.attention_backend)
-    self_drafting, self_tree = _self_drafting_of(config), tree_shape(config.speculative_config.tree)
+    self_drafting, self_tree = _self_drafting_of(config, loaded), tree_shape(config.speculative_config.tree)
     drafts_chains = self_drafting is not None and self_tree is None
     if drafts_chains:
         reserved_bytes += loop_bytes(loaded, config.target.compile, config.scheduler.max_num_seqs)
@@ -147,6 +152,7 @@ def _build_whole_target(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         reserved_bytes=reserved_bytes
+        + _observed_bytes(config, loaded)
         + later_bytes(loaded, config.target.compile, backend)
         + (0 if heads is None else heads.later_bytes),
         backend=backend,
@@ -272,7 +278,9 @@ def _part_runner(
         config.cache,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        reserved_bytes=reserved_bytes + packed_weight_bytes(loaded, config.target.compile),
+        reserved_bytes=reserved_bytes
+        + _observed_bytes(config, loaded)
+        + packed_weight_bytes(loaded, config.target.compile),
         backend=attention_of(loaded, config.target.attention_backend),
         hidden_layers=hidden_layers,
     )
@@ -300,10 +308,29 @@ def _rule_of(config: EngineConfig) -> VerificationRule:
     )
 
 
-def _self_drafting_of(config: EngineConfig) -> KvSelection | None:
+def _self_drafting_of(config: EngineConfig, loaded: LoadedModel) -> KvSelection | None:
     """Return what the target's own drafts attend to; None: it makes none."""
     speculative = config.speculative_config
-    return speculative.kv.make(config.cache.block_size) if speculative.is_self_drafting else None
+    if not speculative.is_self_drafting:
+        return None
+    kv = speculative.kv
+    if kv.policy == "verified" and kv.rescore_every is None and loaded.device.type == "cuda":
+        # Rounds that are looked at run outside of recorded graphs there, and look in a pass of its own.
+        kv = kv.model_copy(update={"rescore_every": _LOOKS_EVERY_ON_GPUS})
+    return kv.make(config.cache.block_size)
+
+
+def _observed_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Return what the masses of one observed round take at most (`attention.observation`)."""
+    speculative = config.speculative_config
+    if not (speculative.is_self_drafting and speculative.kv.is_scored):
+        return 0
+    num_rows = speculative.num_speculative_tokens + 1
+    if speculative.kv.policy == "snapkv":
+        num_rows = max(num_rows, MAX_WINDOW)
+    num_heads = max(layer.num_heads for layer in loaded.layers)
+    num_blocks = num_blocks_for(loaded.max_model_len, config.cache.block_size)
+    return 4 * config.scheduler.max_num_seqs * num_rows * num_heads * num_blocks
 
 
 def _require_length(config: EngineConfig, runner: ModelRunner) -> None:

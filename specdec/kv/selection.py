@@ -299,8 +299,8 @@ class KvSelectionConfig(StrictConfig):
     """Tokens from the beginning that always belong to the budget; whole blocks are selected."""
     rescore_every: int | None = Field(default=None, ge=1)
     """snapkv: committed tokens between two scorings, 32 unless given; verified: between two rounds that are
-    looked at, 1 unless given: every round. Rounds without drafts never are; in a batch, half is enough where
-    another sequence is looked at."""
+    looked at, 1 unless given (every round), on a GPU 16. Rounds without drafts never are; in a batch, half
+    is enough where another sequence is looked at."""
 
     positions: Literal["auto", "absolute", "in_cache"] = "auto"
     """Which positions a draft model gives to what it attends to. in_cache: positions among what it keeps, so

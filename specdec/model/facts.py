@@ -25,7 +25,7 @@ from specdec.model.checkpoint import (
 from specdec.model.config import ModelConfig
 from specdec.model.generation_file import GENERATION_FILE, read_generation_file
 from specdec.model.layer_values import layer_values
-from specdec.model.rotary import longest_sequence
+from specdec.model.rotary import longest_sequence, positions_stated_in
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,8 @@ def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> i
         CheckpointError: the model has no positions for a prompt and a token.
         ConfigError: nobody says, or the configuration asks for more than there are.
     """
-    limit = longest_sequence(hf_config)
+    stated = positions_stated_in(hf_config)
+    limit = stated.num_positions
     if limit is None and config.max_model_len is None:
         raise ConfigError(f"{config.model} states no max_position_embeddings: set max_model_len")
     if limit is not None and limit < _SHORTEST_CONTEXT:
@@ -129,6 +130,7 @@ def resolve_max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> i
     if limit is not None and config.max_model_len > limit:
         raise ConfigError(
             f"max_model_len = {config.max_model_len} exceeds the {limit} positions that {config.model} has"
+            f"{stated.advice}"
         )
     return config.max_model_len
 

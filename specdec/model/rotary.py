@@ -64,7 +64,7 @@ class RotaryRule:
 
 def rule_of(config: PretrainedConfig, max_model_len: int) -> RotaryRule | None:
     """Return the rule of a model whose rotary embedding depends on the length; None for all others."""
-    stated = _stated(config)
+    stated = positions_stated_in(config)
     if stated.kind is None or stated.original_len is None:
         return None
     variants = KvVariants(original_len=stated.original_len, by_prompt=stated.kind == "dynamic")
@@ -73,10 +73,11 @@ def rule_of(config: PretrainedConfig, max_model_len: int) -> RotaryRule | None:
 
 def longest_sequence(config: PretrainedConfig) -> int | None:
     """Return the number of positions that a configuration is made for, None when it does not say."""
-    return _stated(config).num_positions
+    return positions_stated_in(config).num_positions
 
 
-def _stated(config: PretrainedConfig) -> StatedPositions:
+def positions_stated_in(config: PretrainedConfig) -> StatedPositions:
+    """Return what a configuration, as transformers reads it, says of positions."""
     text_config: Any = config.get_text_config()
     names = ("model_type", "max_position_embeddings", "original_max_position_embeddings", "rope_parameters")
     return stated_positions({name: getattr(text_config, name, None) for name in names})

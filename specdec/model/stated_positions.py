@@ -19,13 +19,26 @@ class StatedPositions(NamedTuple):
     """How its rotary embedding depends on the length of a sequence (`model.rotary`); None: not at all."""
     original_len: int | None = None
     """With a kind: tokens of the longest sequence that has the ordinary K/V."""
+    unheeded: str | None = None
+    """A rotary factor that may have been meant to lengthen it, and does not; None: there is none."""
+
+    @property
+    def advice(self) -> str:
+        """What to do where somebody wants more positions than these, as the end of a sentence."""
+        if self.unheeded is None:
+            return ""
+        return (
+            f"; its {self.unheeded} is not multiplied in: if it is to reach further for that, write the new "
+            "length to max_position_embeddings"
+        )
 
 
 def stated_positions(settings: Mapping[str, Any]) -> StatedPositions:
     """Read the keys of a config.json, or those that transformers makes of them.
 
-    Only dynamic NTK goes beyond `max_position_embeddings`, by its factor: the recipes of all other kinds
-    (linear, YaRN, Llama 3, LongRoPE) write the new length there.
+    Dynamic NTK goes beyond `max_position_embeddings` by its factor, and YaRN, where it says from what, to
+    that length times its factor: many recipes leave the key as it was. Those of other kinds (linear, Llama 3,
+    LongRoPE) write the new length there; of linear some do not, which cannot be told from those that do.
     """
     limit = settings.get("max_position_embeddings")
     limit = limit if isinstance(limit, int) else None
@@ -43,7 +56,11 @@ def stated_positions(settings: Mapping[str, Any]) -> StatedPositions:
     factor = rope.get("factor")
     if kind == "dynamic" and limit is not None and isinstance(factor, int | float):
         return StatedPositions(int(limit * factor), kind, limit)
-    return StatedPositions(limit)
+    original = rope.get("original_max_position_embeddings")
+    if kind == "yarn" and limit is not None and isinstance(factor, int | float) and isinstance(original, int):
+        return StatedPositions(max(limit, int(original * factor)))
+    is_longer = kind == "linear" and isinstance(factor, int | float) and factor > 1
+    return StatedPositions(limit, unheeded=f"rope_scaling (linear, factor {factor:g})" if is_longer else None)
 
 
 def positions_of(config: Mapping[str, Any]) -> StatedPositions:

@@ -260,7 +260,7 @@ def test_the_factor_of_dynamic_ntk_counts_before_anything_starts(
             with pytest.raises(ConfigError, match="257 exceeds the 256 positions"):
                 check_servable(target)
             said = " ".join(user_error("config", "validate", file).split())
-            assert re.search(r"max_model_len: 257 .* 256 positions .* times the factor of dynamic NTK", said)
+            assert re.search(r"max_model_len: 257 .* 256 positions .*by max_position_emb", said)
     draft = "method: draft_model, model: MODELS/draft"
     absolute = f"{{{draft}, kv: {{policy: streaming, budget: 16, positions: absolute}}}}"
     assert invoke("config", "validate", write(tmp_path, tmp_path, absolute))[0] == 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from specdec.attention import observation
 from specdec.attention.base import AttentionBackend, PagedBatch
 from specdec.attention.cpu import CpuPagedAttention
 from specdec.attention.native import NativeUnavailable
@@ -21,9 +22,11 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SHAPES: Shapes = [(1, 70), (6, 9), (17, 130), (5, 700), (3, 0), (1, 1300)]
 
 
-@pytest.fixture(params=["portable", "native"])
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
-    if request.param == "portable":
+@pytest.fixture(params=["portable", "portable, three blocks at once", "native"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+    if request.param != "native":
+        if request.param != "portable":
+            monkeypatch.setattr(observation, "_BLOCKS_AT_ONCE", 3)
         return SdpaAttention()
     try:
         return CpuPagedAttention()
@@ -53,14 +56,14 @@ def observe(
     query_lens = [len(piece.token_ids) for piece in case.pieces]
     plain = case.metadata
     width = plain.block_tables.shape[1]
-    observation = Observation.of(
+    observed = Observation.of(
         num_observed,
         query_lens=query_lens,
         num_blocks=width,
         layers=[case.layer],
         device=case.query.device,
     )
-    metadata = replace(plain, observation=observation)
+    metadata = replace(plain, observation=observed)
     caches = Caches(case)
     paged = PagedBatch(
         backend=backend,
@@ -71,8 +74,8 @@ def observe(
     )
     for _ in range(layers):
         output = paged.attend(0, case.query, case.key, case.value)
-    assert not observation.masses[:, :, width:].any(), "there are no such blocks"
-    return output, observation.masses[:, :, :width], caches.keys[0]
+    assert not observed.masses[:, :, width:].any(), "there are no such blocks"
+    return output, observed.masses[:, :, :width], caches.keys[0]
 
 
 def expected_masses(case: Case, num_observed: list[int], keys: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,15 @@ from tests.specdec.engine.tiny_models import Models
 LONG = [(5 + 7 * index * index) % 120 + 2 for index in range(37)]
 
 
-def draft_once(models: Models, setting: SelfSetting, params: SamplingParams, num_tokens: int) -> WorkResult:
+def draft_once(
+    models: Models,
+    setting: SelfSetting,
+    params: SamplingParams,
+    num_tokens: int,
+    architecture: str = "llama",
+) -> WorkResult:
     """Return what the target says of drafting so many tokens behind `LONG`."""
-    runner = setting.runner(models.load("llama"), setting.num_blocks)
+    runner = setting.runner(models.load(architecture), setting.num_blocks)
     target = LocalTarget(
         runner, setting.sampler(), self_drafting=setting.kv.make(BLOCK_SIZE), self_tree=setting.tree
     )
@@ -36,27 +42,32 @@ def draft_once(models: Models, setting: SelfSetting, params: SamplingParams, num
     return answer
 
 
-def reference_logits(models: Models, selected: Sequence[int], path: Sequence[int]) -> torch.Tensor:
+def reference_logits(
+    models: Models, selected: Sequence[int], path: Sequence[int], architecture: str = "llama"
+) -> torch.Tensor:
     """What transformers says behind `LONG` and a path, [1, V], of which rows see only `selected` and it."""
     tokens, first = [*LONG, *path], len(LONG) - 1
     length = len(tokens)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
     allowed[first:, [one for one in range(first) if one not in selected]] = False
     mask = torch.zeros(length, length).masked_fill(~allowed, float("-inf"))[None, None]
+    model = models.reference(architecture)
     with torch.inference_mode():
-        logits: torch.Tensor = models.reference("llama")(torch.tensor([tokens]), attention_mask=mask).logits[
-            0, -1:
-        ]
+        logits: torch.Tensor = model(torch.tensor([tokens]), attention_mask=mask).logits[0, -1:]
     return logits
 
 
 def reference_draft(
-    models: Models, selected: Sequence[int], params: SamplingParams, num_tokens: int
+    models: Models,
+    selected: Sequence[int],
+    params: SamplingParams,
+    num_tokens: int,
+    architecture: str = "llama",
 ) -> tuple[int, ...]:
     """The chain that it would draft."""
     path: list[int] = []
     for depth in range(num_tokens):
-        logits = reference_logits(models, selected, path)
+        logits = reference_logits(models, selected, path, architecture)
         rows = SamplingRows.build([RowSpec(params, 12345, len(LONG) + depth, 1)])
         path.append(int(Sampler().sample(logits, rows).token_ids))
     return tuple(path)
