@@ -31,8 +31,11 @@ from specdec.engine.targets.target_server import TargetServer
 from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
 from specdec.proposers.base import Proposer
 from specdec.scheduling.config import SchedulerConfig
-from specdec.scheduling.speculation.controller import FixedController
+from specdec.scheduling.speculation.controller import FixedController, SpeculationController
+from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.goodput_controller import GoodputController
 from specdec.scheduling.speculation.modes import OverlapMode
+from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.transport.base import Channel, PeerAddress, PeerId
 from specdec.transport.memory import Faults, MemoryNetwork
 from specdec.transport.torch_dist import TorchDistChannel
@@ -112,6 +115,8 @@ class RealCluster:
         self._has_trees = has_trees
         self._num_blocks = rng.choice([14, 24, 64])
         self._mode = rng.choice(MODES)
+        self._chooses_k = rng.random() < 0.3
+        """Whether k and the mode are up to the goodput controller, which sees what faults do to rounds."""
         self.channels: list[FaultyChannel] = []
         self.drafters: dict[PeerId, tuple[Worker, PeerAddress]] = {}
         self.servers: dict[PeerId, DraftServer] = {}
@@ -138,11 +143,19 @@ class RealCluster:
             proposer=self.proposer,
             tokenizer=ToyTokenizer.of_letters(VOCAB),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
-            controller=FixedController(9 if self._has_trees else 4, mode=self._mode),
+            controller=self._controller(),
         )
         for drafter, _ in self.drafters.values():
             drafter.channel.admit([self._draft_channel.address])
         self.proposer.set_workers([address for _, address in self.drafters.values()])
+
+    def _controller(self) -> SpeculationController:
+        most = 9 if self._has_trees else 4
+        if not self._chooses_k:
+            return FixedController(most, mode=self._mode)
+        modes = MODES[:2] if self._has_trees else MODES
+        settings = ControllerSettings(max_draft_tokens=most, modes=modes, max_rows=16, max_sequences=4)
+        return GoodputController(settings, assumed_profile())
 
     def end_target(self) -> None:
         """The target worker dies; the engine finds out by itself."""
