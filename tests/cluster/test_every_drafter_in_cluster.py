@@ -22,16 +22,16 @@ from tests.specdec.engine.tiny_models import Models
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
+Case = tuple[str, Place, Shape]
 PLACES: tuple[Place, ...] = ("workers", "draft pool")
-
-
-def shape_of(name: str, place: Place) -> Shape | None:
-    """Trees where there are such; heads in draft workers, which have them in the other test, draft chains."""
-    shapes: tuple[Shape, ...] = ("tree", "chain") if place == "workers" else ("chain",)
-    return next((shape for shape in shapes if DRAFTERS[name].refusal(shape, place) is None), None)
-
-
-CASES = [(name, place) for name in DRAFTERS for place in PLACES if shape_of(name, place) is not None]
+SHAPES: tuple[Shape, ...] = ("chain", "tree")
+CASES: list[Case] = [
+    (name, place, shape)
+    for name in DRAFTERS
+    for place in PLACES
+    for shape in SHAPES
+    if DRAFTERS[name].refusal(shape, place) is None
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,25 +47,23 @@ def files(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> DrafterFile
 @pytest.fixture(
     params=CASES, ids=lambda case: "-".join(case).replace(" ", "_").replace(",", "").replace("/", "")
 )
-def case(request: pytest.FixtureRequest) -> tuple[str, Place]:
-    name, place = request.param
+def case(request: pytest.FixtureRequest) -> Case:
+    name, place, shape = request.param
     if name.startswith("quantized") and not HAS_TORCHAO:
         pytest.skip("workers quantize with torchao, which is not installed")
-    return name, place
+    return name, place, shape
 
 
 @pytest.fixture
-def engine(case: tuple[str, Place], files: DrafterFiles) -> EngineConfig:
-    name, place = case
-    shape = shape_of(name, place)
-    assert shape is not None
+def engine(case: Case, files: DrafterFiles) -> EngineConfig:
+    name, place, shape = case
     config = DRAFTERS[name].config(shape, place, files)
     return config.model_copy(update={"target": config.target.model_copy(update={"num_threads": 1})})
 
 
 @pytest.fixture
 def deployed(
-    ray_cluster: None, case: tuple[str, Place], engine: EngineConfig, cluster_config: ClusterConfig
+    ray_cluster: None, case: Case, engine: EngineConfig, cluster_config: ClusterConfig
 ) -> Iterator[ClusterConfig]:
     half = BundleConfig(num_cpus=0.5)
     config = cluster_config.model_copy(
@@ -79,9 +77,8 @@ def deployed(
         yield config
 
 
-def test_it_does_not_show(
-    deployed: ClusterConfig, case: tuple[str, Place], engine: EngineConfig, bench: Bench
-) -> None:
+def test_it_does_not_show(deployed: ClusterConfig, case: Case, engine: EngineConfig, bench: Bench) -> None:
+    """Greedy requests and sampled ones, one after the other in one batch."""
     drafter = DRAFTERS[case[0]]
     asked: Wanted = wanted(bench, "sampled", "mix", drafter.names)
 

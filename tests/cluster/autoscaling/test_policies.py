@@ -296,7 +296,12 @@ class Run:
 
 
 TARGETS_PACE = TargetScalingConfig(
-    max_groups=8, up_after_s=10, down_after_s=60, cooldown_s=30, scale_to_zero_after_s=120
+    max_groups=8,
+    up_after_s=10,
+    down_after_s=60,
+    cooldown_s=30,
+    start_patience_s=600,
+    scale_to_zero_after_s=120,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 import time
@@ -18,10 +19,18 @@ from deploy.monitoring.promql import PREFIX
 from deploy.monitoring.rules import rules_yaml
 from tests.architectures import save_model
 from tests.deploy.monitoring.expressions import filled
-from tests.deploy.monitoring.live_faults import has_fired, kill, load, quickened
+from tests.deploy.monitoring.live_faults import (
+    has_fired,
+    kill,
+    load,
+    quickened,
+    ray_processes,
+    stuttering,
+)
 from tests.deploy.monitoring.prometheus import Prometheus, needs_prometheus, running_prometheus
 from tests.deploy.serve_process import Server, launch, start
 from tests.ports import free_port
+from tests.training.online.domains import QUICK
 
 pytestmark = [pytest.mark.ray, pytest.mark.full, pytest.mark.timeout(600), needs_prometheus]
 WINDOW = "30s"
@@ -44,13 +53,15 @@ BUSY = frozenset(
 )
 """Queries that need more load than the queues or a key's limits hold, several target groups, several
 drafters, or no pool."""
-NEEDS_MORE = {
-    ("Drafts dropped", "{{reason}}"): "a draft that is late or stale",
-    ("Tokens that drafts attend to", "{{job}}"): "speculative_config.kv.budget",
-    ("Acceptance on what was held back", "served"): "speculative_config.online, for minutes",
-    ("Acceptance on what was held back", "tried"): "the same",
-}
-"""Others that show nothing of either cluster here, and what they wait for."""
+OF_LEARNERS = frozenset(
+    {
+        ("Drafts dropped", "{{reason}}"),
+        ("Tokens that drafts attend to", "{{job}}"),
+        ("Acceptance on what was held back", "served"),
+        ("Acceptance on what was held back", "tried"),
+    }
+)
+"""Others, that need a draft model that learns, attends to a part of a text, and is late at times."""
 
 
 def silent_queries(prometheus: Prometheus) -> dict[tuple[str, str], list[float]]:
@@ -80,7 +91,7 @@ def test_every_panel_shows_something_and_losses_are_noticed(tmp_path: Path) -> N
                 target.kill()
                 prometheus.wait_for(f"increase({PREFIX}target_losses_total[5m]) > 0")
                 prometheus.wait_for(f"increase({PREFIX}replays_total[5m]) > 0")
-            assert silent.keys() <= NEEDS_MORE.keys() | BUSY, "\n".join(map(str, sorted(silent.items())))
+            assert silent.keys() <= OF_LEARNERS | BUSY, "\n".join(map(str, sorted(silent.items())))
             groups = prometheus.get("rules")["groups"]
             assert not [rule for group in groups for rule in group["rules"] if rule["health"] == "err"]
             alerts = {alert.name: alert for alert in availability_alerts(DEFAULT_OBJECTIVES)}
@@ -137,6 +148,58 @@ def test_what_more_load_groups_and_drafters_show(tmp_path: Path) -> None:
             prometheus.wait_for('ALERTS{alertname="DrafthouseTurnsAway"}')
             silent = silent_queries(prometheus)
         assert not BUSY & silent.keys(), sorted(BUSY & silent.keys())
+    finally:
+        server.clean_up()
+
+
+def start_learning(folder: Path) -> Server:
+    """Start a server whose draft model has a window, and learns from what everybody writes."""
+    for seed, name in enumerate(("target", "draft"), start=1):
+        save_model(folder / name, seed=seed)
+    text = f"""\
+target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
+speculative_config:
+  method: draft_model
+  model: draft
+  num_speculative_tokens: 3
+  controller: fixed
+  num_threads: 1
+  compile: {{mode: "off"}}
+  kv: {{policy: streaming, budget: 24}}
+  online: {QUICK.model_dump_json()}
+cache: {{num_blocks: 256, block_size: 8}}
+cluster:
+  drain_timeout_s: 3
+  target_groups: {{bundle: {{num_cpus: 0.5}}}}
+  draft_pool: {{bundle: {{num_cpus: 0.5}}}}
+http: {{port: {free_port()}, served_model_name: tiny}}
+"""
+    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
+
+
+def test_what_a_learner_with_a_window_shows_that_is_late_at_times(tmp_path: Path) -> None:
+    server = start_learning(tmp_path)
+    expressions = {
+        (panel.title, query.legend): filled(query.expression, WINDOW)
+        for page in ALL_DASHBOARDS
+        for panel in page.panels
+        for query in panel.queries
+        if (panel.title, query.legend) in OF_LEARNERS
+    }
+    assert expressions.keys() == OF_LEARNERS
+    try:
+        # Which texts are held back goes by their prompts.
+        prompts = [[2 + number, 3, 4 + number] * 8 for number in range(8)]
+        with contextlib.ExitStack() as stack:
+            address = server.url.removeprefix("http://")
+            prometheus = stack.enter_context(running_prometheus(tmp_path, address, rules_yaml()))
+            for prompt in prompts:
+                stack.enter_context(load(server.url, num_clients=1, prompt=prompt))
+            prometheus.wait_for(f"rate({PREFIX}spec_decode_num_draft_tokens_total[{WINDOW}]) > 0")
+            (drafter,) = ray_processes(server, "DraftWorkerProcess")
+            stack.enter_context(stuttering(drafter, stopped_s=0.4, running_s=0.6))
+            for expression in expressions.values():
+                prometheus.wait_for(f"({expression}) >= 0")
     finally:
         server.clean_up()
 
