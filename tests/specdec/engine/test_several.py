@@ -376,8 +376,8 @@ def mixed_engine(folder: Path, selecting: str | None, **more: Any) -> Engine:
     return Engine(config.model_copy(update={"cache": cache}))
 
 
-def mixed_requests(temperature: float) -> list[Request]:
-    """Some with a budget, a drafter, or both of their own."""
+def mixed_requests(temperature: float, selecting: str) -> list[Request]:
+    """Some with a budget, a drafter, or both of their own; `selecting` is the drafter that has budgets."""
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True)
     made = [
         replace_id(request("x", prompt, params, seed=60 + index), f"r{index}")
@@ -385,7 +385,7 @@ def mixed_requests(temperature: float) -> list[Request]:
     ]
     made[3] = msgspec.structs.replace(made[3], kv_budget=20)
     made[6] = msgspec.structs.replace(made[6], drafter="window")
-    made[8] = msgspec.structs.replace(made[8], drafter="small", kv_budget="75%")
+    made[8] = msgspec.structs.replace(made[8], drafter=selecting, kv_budget="75%")
     return made
 
 
@@ -425,7 +425,7 @@ def test_drafters_and_budgets_change_at_run_time_and_no_token_does(
     folder: Path, selecting: str, temperature: float
 ) -> None:
     """Each request gets another drafter, and another budget of it, every few rounds."""
-    made = mixed_requests(temperature)
+    made = mixed_requests(temperature, selecting)
     with mixed_engine(folder, None) as engine:
         alone = run(engine, *(msgspec.structs.replace(one, drafter=None, kv_budget=None) for one in made))
     rng = random.Random(11)
@@ -463,17 +463,16 @@ def test_drafters_and_budgets_change_at_run_time_and_no_token_does(
     assert {12, 24} < of_picks, "and half of long texts"
     assert max(of_picks) > 24
     assert set(seen.get(RequestId("r3"), [20])) == {20}
+    assert min(seen[RequestId("r8")]) >= 0.75 * len(made[8].prompt_token_ids)
     if selecting == "window":
         assert {12, 24} <= set(seen[RequestId("r6")]), "its budget is picked, its drafter is not"
-    else:
-        assert min(seen[RequestId("r8")]) >= 0.75 * len(made[8].prompt_token_ids)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_mean_budget_is_that_of_those_who_have_the_drafter_with_budgets(folder: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with mixed_engine(folder, "window") as engine:
-        for index, (drafter, budget) in enumerate([("window", 20), ("window", 30), ("lookup", 80)]):
+        for index, (drafter, budget) in enumerate([("window", 20), ("window", 30), ("lookup", None)]):
             one = replace_id(request("x", MIXED[0], params), f"r{index}")
             engine.add_request(msgspec.structs.replace(one, drafter=drafter, kv_budget=budget))
         while engine.metrics().num_running < 3:
@@ -487,7 +486,7 @@ def test_the_mean_budget_is_that_of_those_who_have_the_drafter_with_budgets(fold
 def test_what_the_controller_picks_of_drafters_and_budgets_says_the_same(
     folder: Path, selecting: str, temperature: float
 ) -> None:
-    made = mixed_requests(temperature)
+    made = mixed_requests(temperature, selecting)
     with mixed_engine(folder, None) as engine:
         alone = run(engine, *(msgspec.structs.replace(one, drafter=None, kv_budget=None) for one in made))
     with mixed_engine(folder, selecting, controller="goodput", profile_seconds=0.0) as engine:
