@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from specdec.core.outputs import FinishReason
 from specdec.engine.metrics.draft_counts import DrafterCounts, DraftsByKind, MethodCounts
@@ -214,12 +214,13 @@ class EngineMetrics:
                 values.update(its.series(prefix, f'{{drafter="{name}"}}'))
         for name, count in dict(self.num_running_by_drafter).items():
             values[f'drafter_num_requests_running{{drafter="{name}"}}'] = count
-        for drop_reason, count in dict(self.proposals_dropped).items():
-            values[f'spec_decode_num_proposals_dropped{{reason="{drop_reason}"}}'] = count
-        for refusal, count in dict(self.refusals).items():
-            values[f'requests_refused{{reason="{refusal}"}}'] = count
-        for finish_reason, count in dict(self.finished).items():
-            values[f'request_success{{finished_reason="{finish_reason}"}}'] = count
+        # All of them from the beginning: of a counter that appears with 1, Prometheus sees no increase.
+        for drop in get_args(DropReason):
+            values[f'spec_decode_num_proposals_dropped{{reason="{drop}"}}'] = self.proposals_dropped[drop]
+        for refusal in get_args(RefusalReason):
+            values[f'requests_refused{{reason="{refusal}"}}'] = self.refusals[refusal]
+        for finish in get_args(FinishReason):
+            values[f'request_success{{finished_reason="{finish}"}}'] = self.finished[finish]
         return values
 
     def _of_drafting(self) -> Mapping[str, float]:
