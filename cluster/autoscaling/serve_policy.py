@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from cluster.autoscaling.config import DraftScalingConfig, PaceConfig, TargetScalingConfig
 from cluster.autoscaling.draft_pool import PoolLoad, wanted_workers
 from cluster.autoscaling.pace import Fleet, ScalingMemory, Wish, decide
-from cluster.autoscaling.target_groups import GroupLoad, SeenRounds, wanted_groups, with_loads
+from cluster.autoscaling.seen_rounds import SeenRounds
+from cluster.autoscaling.target_groups import GroupLoad, wanted_groups, with_loads
 from cluster.autoscaling.wanted import WantedTeller
 
 if TYPE_CHECKING:

@@ -4,24 +4,18 @@ tokens."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 from cluster.autoscaling.config import TargetScalingConfig
 from cluster.autoscaling.pace import Wish
+from cluster.autoscaling.seen_rounds import Seen, line_through, with_rounds
 
 _MOST_AT_ONCE = 2.0
 """A signal never asks for more than so many times the groups that are there: how it scales is a guess."""
 _RELAXED = 0.7
 """Groups are given up if the others stay below this share of the targets: between the two nothing changes."""
-
-_WORTH_DOUBLING = 0.9
-"""Twice the groups are wanted for shorter rounds where these are to take less than this part of the time."""
-_SEEN_FOR_S = 3600.0
-"""What rounds took with another batch is known for so long: then it may be tried once more."""
-_NEW_PART = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,34 +33,14 @@ class GroupLoad:
     """Mean time of its recent rounds; None: there were none."""
 
 
-class SeenRounds(NamedTuple):
-    """How long rounds were with batches of about one size."""
-
-    num_running: float
-    """Requests of a group."""
-    round_s: float
-    seen_s: float
-
-
-Seen = Mapping[int, SeenRounds]
-"""What rounds have taken, by the size of batches in powers of two."""
-
-
-def with_loads(seen: Seen, loads: Sequence[GroupLoad], now_s: float) -> dict[int, SeenRounds]:
-    """Return what is known of rounds once these reports are counted in, without what was long ago."""
-    kept = {size: one for size, one in seen.items() if now_s - one.seen_s < _SEEN_FOR_S}
+def with_loads(seen: Seen, loads: Sequence[GroupLoad], now_s: float) -> Seen:
+    """Return what is known of rounds once these reports are counted in."""
     busy = [load for load in loads if load.round_s is not None and load.num_running > 0]
-    if busy:
-        num_running = max(1.0, sum(load.num_running for load in busy) / len(busy))
-        round_s = sum(load.round_s or 0.0 for load in busy) / len(busy)
-        size = round(math.log2(num_running))
-        before = kept.get(size, SeenRounds(num_running, round_s, now_s))
-        kept[size] = SeenRounds(
-            before.num_running + _NEW_PART * (num_running - before.num_running),
-            before.round_s + _NEW_PART * (round_s - before.round_s),
-            now_s,
-        )
-    return kept
+    if not busy:
+        return seen
+    num_running = sum(load.num_running for load in busy) / len(busy)
+    round_s = sum(load.round_s or 0.0 for load in busy) / len(busy)
+    return with_rounds(seen, num_running, round_s, now_s)
 
 
 def wanted_groups(
@@ -102,48 +76,15 @@ def _needed(
     if config.target_itl_ms is None or not rounds_s:
         return max(by_load, by_waiting)
     num_running = sum(load.num_running for load in loads)
-    line = _line_through(seen)
+    line = line_through(seen)
     if line is None:
         pressure = 1000.0 * sum(rounds_s) / len(rounds_s) / config.target_itl_ms
         by_rounds = _by_latency(pressure, len(loads), share)
     else:
-        by_rounds = _by_line(line, num_running, share * config.target_itl_ms / 1000.0, config.max_groups)
+        limit_s = share * config.target_itl_ms / 1000.0
+        by_rounds = line.fewest_groups(num_running, limit_s, config.max_groups)
     # More groups make rounds shorter by making batches smaller: none is smaller than one request.
     return max(by_load, by_waiting, min(by_rounds, math.ceil(num_running)))
-
-
-class _Line(NamedTuple):
-    """Seconds of a round: so many, and so many more for each request of its batch."""
-
-    fixed_s: float
-    each_s: float
-
-    def round_s(self, num_running: float) -> float:
-        return self.fixed_s + self.each_s * max(num_running, 1.0)
-
-
-def _line_through(seen: Seen) -> _Line | None:
-    """Return the line nearest to all that was seen; None: of batches of one size there is none."""
-    if len(seen) < 2:
-        return None
-    mean_running = sum(one.num_running for one in seen.values()) / len(seen)
-    mean_s = sum(one.round_s for one in seen.values()) / len(seen)
-    spread = sum((one.num_running - mean_running) ** 2 for one in seen.values())
-    common = sum((one.num_running - mean_running) * (one.round_s - mean_s) for one in seen.values())
-    each_s = max(0.0, common / spread) if spread > 0.0 else 0.0
-    return _Line(mean_s - each_s * mean_running, each_s)
-
-
-def _by_line(line: _Line, num_running: float, limit_s: float, most: int) -> int:
-    """Return the fewest groups whose rounds are within the limit, or that twice as many would hardly better.
-
-    Where a round waits for the weights, it takes as long however small its batch is.
-    """
-    for number in range(1, most):
-        round_s = line.round_s(num_running / number)
-        if round_s <= limit_s or line.round_s(num_running / (2 * number)) > _WORTH_DOUBLING * round_s:
-            return number
-    return most
 
 
 def _load_in_groups(loads: Sequence[GroupLoad], max_num_seqs: int) -> float:

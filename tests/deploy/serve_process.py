@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import uuid
 from dataclasses import dataclass
@@ -71,8 +72,13 @@ class Server:
         return sum(values)
 
 
-def start(folder: Path, controller: str = "fixed", home: Path | None = None) -> Server:
-    """Start the command on tiny models and wait until it prints its URL."""
+def start(
+    folder: Path, controller: str = "fixed", home: Path | None = None, *, of_drafts: str = ""
+) -> Server:
+    """Start the command on tiny models and wait until it prints its URL.
+
+    `of_drafts` are further lines of `speculative_config`.
+    """
     save_model(folder / "target", seed=1)
     save_model(folder / "draft", seed=1)
     text = f"""\
@@ -84,6 +90,7 @@ speculative_config:
   controller: {controller}
   num_threads: 1
   compile: {{mode: "off"}}
+{textwrap.indent(of_drafts, "  ")}
 cache: {{num_blocks: 128, block_size: 8}}
 cluster: {{drain_timeout_s: 3}}
 http: {{port: {free_port()}, served_model_name: tiny}}

@@ -24,7 +24,7 @@ from cluster.autoscaling.serve_policy import (
     group_stats,
     pool_load,
 )
-from cluster.autoscaling.target_groups import GroupLoad, wanted_groups
+from cluster.autoscaling.target_groups import GroupLoad, wanted_groups, with_loads
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from specdec.transport.status import RecentStatus
 from tests.cluster.autoscaling.serve_context import context
@@ -108,6 +108,16 @@ class TestTargetGroups:
             assert 0.02 + each_s * 12 / numbers[-1] <= 0.1
             assert numbers[-1] == number, "and no more"
             assert len(set(numbers[-600:])) == 1
+
+    def test_batches_of_about_one_size_say_nothing_of_others(self) -> None:
+        """On either side of a border, the smaller one with the longer rounds: that is chance."""
+        load, seen = GroupLoad(num_running=5.7, round_s=0.15), {}
+        for second, (size, round_s) in enumerate([(5.6, 0.151), (5.7, 0.15)] * 20):
+            seen = with_loads(seen, [GroupLoad(num_running=size, round_s=round_s)], float(second))
+        assert len(seen) == 2
+        assert wanted_groups([load], SEQS, TARGETS, seen).number == 2
+        seen = with_loads(seen, [GroupLoad(num_running=2.8, round_s=0.149)], 100.0)
+        assert wanted_groups([load], SEQS, TARGETS, seen).number == 1, "now it is known"
 
     def test_a_target_out_of_reach_is_approached_as_far_as_it_pays(self) -> None:
         numbers = self.scaled(lambda batch: 0.11 + 0.005 * batch, seconds=1500)

@@ -144,33 +144,9 @@ def test_what_more_load_groups_and_drafters_show(tmp_path: Path) -> None:
         server.clean_up()
 
 
-def start_learning(folder: Path) -> Server:
-    """Start a server whose draft model has a window, and learns from what everybody writes."""
-    for seed, name in enumerate(("target", "draft"), start=1):
-        save_model(folder / name, seed=seed)
-    text = f"""\
-target: {{model: target, dtype: float32, device: cpu, num_threads: 1, compile: {{mode: "off"}}}}
-speculative_config:
-  method: draft_model
-  model: draft
-  num_speculative_tokens: 3
-  controller: fixed
-  num_threads: 1
-  compile: {{mode: "off"}}
-  kv: {{policy: streaming, budget: 24}}
-  online: {QUICK.model_dump_json()}
-cache: {{num_blocks: 256, block_size: 8}}
-cluster:
-  drain_timeout_s: 3
-  target_groups: {{bundle: {{num_cpus: 0.5}}}}
-  draft_pool: {{bundle: {{num_cpus: 0.5}}}}
-http: {{port: {free_port()}, served_model_name: tiny}}
-"""
-    return launch(folder, text, Path(tempfile.mkdtemp(prefix="dh-", dir="/tmp")))
-
-
 def test_what_a_learner_with_a_window_shows(tmp_path: Path) -> None:
-    server = start_learning(tmp_path)
+    own = f"kv: {{policy: streaming, budget: 24}}\nonline: {QUICK.model_dump_json()}"
+    server = start(tmp_path, of_drafts=own)
     expressions = {
         (panel.title, query.legend): filled(query.expression, WINDOW)
         for page in ALL_DASHBOARDS

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from specdec.attention.observation import Observation
 from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.core.ids import RequestId
 from specdec.core.proposal import AheadOutcome, Proposal
@@ -18,13 +20,15 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.core.sequence import SequenceView
 from specdec.engine.build import draft_bytes
 from specdec.engine.build_drafter import build_draft_proposer, longest_draft_message
-from specdec.engine.build_target import build_target
+from specdec.engine.build_target import _observed_bytes, _self_drafting_of, build_target
 from specdec.engine.config import EngineConfig
 from specdec.engine.controllers import controller_for, cost_profile_of
 from specdec.engine.draft_pool.remote_proposer import RemoteProposer
 from specdec.engine.engine import Engine
 from specdec.engine.profiling.rounds import measure_profile
+from specdec.kv.block_scores import MAX_WINDOW, RunningScores
 from specdec.model.config import CompileConfig, ModelConfig
+from specdec.model.loader import load_model
 from specdec.proposers.base import AheadWish, Proposer, ProposerCapabilities
 from specdec.proposers.config import SpeculativeConfig
 from specdec.scheduling.speculation.controller import FixedController, SpeculationController
@@ -251,6 +255,41 @@ def test_drafts_are_measured_anew_on_other_devices_and_steps_of_the_target_are_n
     assert (first.draft_devices, second.draft_devices) == (("A", "B"), ("C",))
     drafter.close()
     target.close()
+
+
+@pytest.mark.parametrize("policy", ["verified", "snapkv", "streaming"])
+def test_what_observed_rounds_take_is_in_the_plan(folder: Path, policy: str) -> None:
+    its_config = config(folder, method="self", num_speculative_tokens=3, kv={"policy": policy, "budget": 16})
+    loaded = load_model(its_config.target)
+    planned = _observed_bytes(its_config, loaded)
+    if policy == "streaming":
+        assert planned == 0
+        return
+    num_rows = 4 if policy == "verified" else MAX_WINDOW
+    largest = Observation.of(
+        [num_rows] * 4,
+        query_lens=[num_rows] * 4,
+        num_blocks=-(-loaded.max_model_len // 4),
+        layers=loaded.layers,
+        device=loaded.device,
+    )
+    assert planned >= largest.masses.nbytes
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "interval"), [("cpu", None, 1), ("cuda", None, 16), ("cuda", 2, 2)]
+)
+def test_on_gpus_verification_is_looked_at_now_and_then(
+    folder: Path, device: str, given: int | None, interval: int
+) -> None:
+    kv = {"policy": "verified", "budget": 16, "rescore_every": given}
+    its_config = config(folder, method="self", num_speculative_tokens=3, kv=kv)
+    loaded = load_model(its_config.target)
+    selection = _self_drafting_of(its_config, replace(loaded, device=torch.device(device)))
+    assert selection is not None
+    scores = selection.make_scores()
+    assert isinstance(scores, RunningScores)
+    assert scores._interval == interval
 
 
 def test_drafts_are_kept_with_the_devices_of_those_that_were_waited_for(tmp_path: Path, folder: Path) -> None:
