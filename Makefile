@@ -1,6 +1,6 @@
 # Drafthouse: `make help` lists what there is. Everything runs in .venv, which `make install` makes.
 
-PORT   ?= 8000
+PORT   ?=
 CONFIG ?= configs/demo.yaml
 ARGS   ?=
 # How tests are divided over processes; empty: not at all. In the order of collection: those that start Ray come early.
@@ -26,8 +26,8 @@ $(STAMP): pyproject.toml constraints.txt scripts/install
 	@scripts/install
 	@touch $@
 
-serve: install  ## a local Ray cluster with the demo pair (PORT=8000 CONFIG=configs/demo.yaml)
-	@exec $(BIN)/drafthouse serve $(CONFIG) --port $(PORT) $(ARGS)
+serve: install  ## a local Ray cluster with the demo pair (CONFIG=configs/demo.yaml PORT=8123)
+	@exec $(BIN)/drafthouse serve $(CONFIG) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: install  ## unit tests and pairwise matrices (ARGS="-k name" passes options to pytest)
 	@exec $(BIN)/python -m pytest $(WORKERS) -m "not gpu and not full" $(ARGS)

@@ -136,6 +136,9 @@ class DraftPoolConfig(StrictConfig):
     the application is built; nodes that join later are open to both."""
     load_timeout_s: float = Field(default=1800.0, gt=0)
     """Longest time (seconds) for a draft worker to load its model."""
+    step_timeout_s: float = Field(default=120.0, gt=0)
+    """A draft worker that is at one batch for so many seconds hangs, and is started anew. Nobody's stream
+    waits for it: rounds go on without its drafts after the deadline."""
     rank_silence_s: float = Field(default=20.0, ge=3, le=3600)
     """The same as `target_groups.rank_silence_s` for a rank of a draft model: its draft worker is started
     anew. Nobody's stream waits for that."""

@@ -355,7 +355,7 @@ class RequestDesk:
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
         elif (
             (self._description is None or self._orders.are_held_up)
-            and not request.delivered_token_ids  # what has begun is not ended for want of room
+            and not request.goes_on  # what was promised to be served is not kept out for want of room
             and len(self._streams) >= self._most_without_target
         ):
             if self._description is None:

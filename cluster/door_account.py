@@ -104,7 +104,7 @@ class DoorAccount:
             # Not newer than what the others say: who asks one after the other would see numbers fall.
             told = self._shared.told if self._shared.listeners else None
             if told is None:
-                told = await self._add_up()
+                told = await self._add_up(is_regular=False)
         else:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FIRST_ANSWER_S):
@@ -114,9 +114,11 @@ class DoorAccount:
             raise NotReadyError("not all ingresses have said yet what they have counted")
         return told
 
-    async def _add_up(self) -> DoorTotals | None:
+    async def _add_up(self, *, is_regular: bool = True) -> DoorTotals | None:
         collected = await self._collect()
-        return self._shared.add_up(self._report(), collected.values, is_complete=collected.is_complete)
+        return self._shared.add_up(
+            self._report(), collected.values, is_complete=collected.is_complete, is_regular=is_regular
+        )
 
     async def _report_on(self) -> None:
         has_failed = False
@@ -134,7 +136,7 @@ class DoorAccount:
     async def _report_once(self) -> None:
         if not self._shared.keeps:
             self._pump.send(self._shared.keeper, self._shared.report(self._report()))
-        elif self._shared.listeners:
+        elif self._shared.listeners or self._shared.is_waiting:
             totals = await self._add_up()
             if totals is not None:
                 for listener in self._shared.listeners:

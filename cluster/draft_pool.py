@@ -161,6 +161,7 @@ class DraftPoolReplica:
             ),
             channels.tensors,
             pool.rank_silence_s,
+            pool.step_timeout_s,
         )
         worker = WorkerHandle(actor, "draft worker")
         self._worker = worker

@@ -75,6 +75,11 @@ class SharedMetrics:
         return tuple(door for door in self._doors if door != self._me and door in self._reports)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it has become the keeper, and others have not reported to it yet."""
+        return self._num_waits > 0
+
+    @property
     def told(self) -> DoorTotals | None:
         """What the account said last; None: this door has not heard."""
         return self._told
@@ -113,7 +118,12 @@ class SharedMetrics:
             self._told, self._told_by = message, sender
 
     def add_up(
-        self, own: DoorReport, of_groups: Mapping[str, float], *, is_complete: bool
+        self,
+        own: DoorReport,
+        of_groups: Mapping[str, float],
+        *,
+        is_complete: bool,
+        is_regular: bool = True,
     ) -> DoorTotals | None:
         """Return what all have counted, None while nobody can tell; only the keeper does that.
 
@@ -121,11 +131,13 @@ class SharedMetrics:
             own: what this door has counted.
             of_groups: what target groups have counted, and how they are.
             is_complete: whether all of them that are there have told.
+            is_regular: whether it is done once per report of the others; so often are they waited for,
+                however often somebody asks meanwhile.
         """
         self._reports[self._me] = own
         totals = self._sum(of_groups)
         if self._num_waits:
-            self._num_waits -= 1
+            self._num_waits -= is_regular
             is_complete = is_complete and all(door in self._reports for door in self._doors)
             if not is_complete and self._num_waits:
                 return self._told

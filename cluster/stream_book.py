@@ -270,8 +270,8 @@ class StreamBook:
                 "the queue is full while no model is ready", retry_after_s=_FULL_RETRY_AFTER_S
             )
         self._streams[request.request_id] = stream
+        stream.homeless_since_s = self._clock.now_s()
         if route is None:
-            stream.homeless_since_s = self._clock.now_s()
             if not self._may_be_none:
                 stream.give_up_s = self._coordinators.doubtful_until_s
         else:
@@ -467,7 +467,11 @@ class StreamBook:
         elif self._route(stream) is None:
             self._reject(stream, stream.refusal)
             return
+        since_s = stream.homeless_since_s
+        was_served = stream.is_admitted
         self._evict(stream)
+        if not was_served:  # to be refused is no end of waiting
+            stream.homeless_since_s = since_s
 
     def _reconcile(self, coordinator: KnownCoordinator, pong: Pong) -> None:
         """Find streams that one side believes in and the other does not: a broken link loses messages."""

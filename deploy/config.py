@@ -14,13 +14,14 @@ from deploy.openai.settings import (
     DEFAULT_BODY_TIMEOUT_S,
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_CHOICES,
+    DEFAULT_MAX_LOGPROBS,
     DEFAULT_MAX_UNREAD_OUTPUTS,
     DEFAULT_RESUME_WINDOW_S,
     DEFAULT_STREAM_KEEP_ALIVE_S,
     DEFAULT_WRITE_TIMEOUT_S,
 )
 from deploy.openai.tracing import TracingConfig
-from deploy.proxies import ProxyKind
+from deploy.proxies import HAPROXY_PORTS, ProxyKind
 from specdec.core.config import StrictConfig
 from specdec.engine.config import EngineConfig
 from specdec.scheduling.speculation.acceptance import MAX_CLASSES
@@ -95,6 +96,10 @@ class HttpConfig(StrictConfig):
     wait instead, for milliseconds. 0: they do not."""
     max_choices: int = Field(default=DEFAULT_MAX_CHOICES, ge=1)
     """Most choices of one request: number of prompts times `n`."""
+    max_logprobs: int = Field(default=DEFAULT_MAX_LOGPROBS, ge=1024)
+    """Most log-probabilities of one request: those of its prompts (tokens, times alternatives and one) and,
+    unless it is streamed, those of what is generated. A million are some 50 MB of JSON and a few seconds of
+    a door's time."""
     request_timeout_s: float | None = Field(default=None, gt=0)
     """Longest time for one request in seconds, queueing included; None: no limit."""
     resume_window_s: float = Field(default=DEFAULT_RESUME_WINDOW_S, ge=0)
@@ -144,6 +149,8 @@ class HttpConfig(StrictConfig):
                 "proxy: haproxy cannot be combined with tls, which Ray Serve's HAProxy does not end; end it "
                 "in front, or write python"
             )
+        if self.proxy == "haproxy" and self.port in HAPROXY_PORTS.values():
+            raise ValueError(f"port: {self.port} is taken by HAProxy itself; give another one")
         return self
 
 

@@ -166,16 +166,28 @@ def _duplicate_keys(node: yaml.Node, location: Location = ()) -> Iterator[tuple[
 
 
 def _made_absolute(values: dict[str, Any], file: Path) -> Iterator[tuple[Location, str]]:
-    """Make paths in the values of a file absolute; yield where one is that cannot be, and why."""
+    """Make paths in the values of a file absolute; yield where one is that cannot be, and why.
+
+    Links stay what they are: who renews a key or a certificate lets one lead to another file.
+    """
     for keys in _path_keys(values):
         *blocks, key = keys
         block = _at(values, tuple(blocks))
         if not isinstance(block, dict) or not isinstance(block.get(key), str):
             continue
         try:
-            block[key] = str((file.absolute().parent / Path(block[key]).expanduser()).resolve())
+            block[key] = str(_without_steps_back(file.absolute().parent / Path(block[key]).expanduser()))
         except (OSError, ValueError, RuntimeError) as error:  # no text for a system, or ~ of nobody
             yield keys, f"{_dotted(keys)}: {block[key]!r} is no path: {error}"
+
+
+def _without_steps_back(path: Path) -> Path:
+    """Return the path without `..`, which may be behind a link; raise where it is none."""
+    path.resolve()
+    last = max((index for index, part in enumerate(path.parts) if part == ".."), default=None)
+    if last is None:
+        return path
+    return Path(*path.parts[: last + 1]).resolve().joinpath(*path.parts[last + 1 :])
 
 
 def _problem(details: Any, lines: dict[Location, int]) -> tuple[int, str]:

@@ -22,6 +22,7 @@ def door_settings(
         served_model_name=model.name,
         max_body_bytes=http.max_body_bytes,
         max_choices=min(http.max_choices, room),  # more could never be taken in, however long one waits
+        max_logprobs=http.max_logprobs,
         max_grammar_bytes=model.engine.grammar.max_bytes,
         request_timeout_s=http.request_timeout_s,
         body_timeout_s=http.body_timeout_s,

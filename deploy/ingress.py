@@ -133,6 +133,7 @@ class IngressReplica:
     async def _publish(self) -> None:
         """Give Ray what /metrics says, of several ingresses by the one that adds it up."""
         sink = RaySink()
+        has_failed = False
         while True:
             await asyncio.sleep(_PUBLISH_S)
             try:
@@ -143,8 +144,11 @@ class IngressReplica:
             except ApiError as error:
                 logger.info("nothing to publish through Ray at present: %s", error)
             except Exception:  # the border to Ray's exporter, without which everything else goes on
-                logger.exception("metrics cannot be published through Ray any more")
-                return
+                if not has_failed:
+                    logger.exception("metrics could not be published through Ray")
+                has_failed = True
+            else:
+                has_failed = False
 
     async def __del__(self) -> None:
         """Called by Serve before the replica ends."""

@@ -39,6 +39,8 @@ _EVERY_PROXY: Mapping[str, str] = {
     # Between proxy and door, gRPC takes less CPU for a delivery than Ray's generators of objects. Doors
     # listen for it anyway, behind Ray's token and Ray's TLS.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    # gRPC's own bound of 4 MiB makes a 500 of a long answer, and of a body that is as long as it may be.
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),
 }
 _HAPROXY: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",

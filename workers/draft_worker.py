@@ -63,10 +63,11 @@ class DraftWorkerProcess:
         other_ranks: Sequence[Mapping[str, Any]] = (),
         tensors: TensorLane = "gloo",
         rank_silence_s: float = 20.0,
+        step_timeout_s: float = 120.0,
     ) -> None:
         """`shares`: what it takes on; `other_ranks`: actor options of ranks 1, 2, ... of the draft model, of
         which this is rank 0; `tensors`: how hidden states travel from targets; `rank_silence_s`: for how long
-        another rank may not run.
+        another rank may not run; `step_timeout_s`: how long a batch may take.
         """
         prepare_logging(peer_id)
         speculative = config.speculative_config
@@ -122,6 +123,7 @@ class DraftWorkerProcess:
             max_draft_tokens=speculative.num_speculative_tokens,
         )
         self._proposer = proposer
+        self._step_timeout_s = step_timeout_s
         self._taking = False
         idle = IdleRunner(self._works, quiet_s=_QUIET_S)
 
@@ -171,6 +173,8 @@ class DraftWorkerProcess:
         """Return counters; raise when nothing is served any more."""
         if not self._thread.is_alive:
             raise RuntimeError("the draft worker's serving thread has ended")
+        if self._server.at_work_s > self._step_timeout_s:
+            raise RuntimeError(f"the draft worker has been at one batch for {self._server.at_work_s:.0f} s")
         counters = dict(self._server.counters)
         if self._inbox is not None:
             counters.update(self._inbox.counters)

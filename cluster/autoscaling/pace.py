@@ -42,6 +42,17 @@ class ScalingMemory:
     """At the last decision."""
     changed_s: float | None = None
 
+    def until(self, now_s: float) -> ScalingMemory:
+        """Return it with no time later than now: a clock that was set back would have us wait for it."""
+        return replace(
+            self,
+            up_since_s=_no_later(self.up_since_s, now_s),
+            down_since_s=_no_later(self.down_since_s, now_s),
+            idle_since_s=_no_later(self.idle_since_s, now_s),
+            starting_since_s=_no_later(self.starting_since_s, now_s),
+            changed_s=_no_later(self.changed_s, now_s),
+        )
+
 
 def decide(
     wish: Wish, fleet: Fleet, memory: ScalingMemory, config: PaceConfig, now_s: float
@@ -56,6 +67,7 @@ def decide(
     is given up first. From zero: at once.
     """
     number = fleet.num_asked_for
+    memory = memory.until(now_s)
     # Zero is for idleness alone, and idleness alone for zero.
     wanted = min(max(wish.number, fleet.low, 0 if wish.is_idle and number == 0 else 1), fleet.high)
     num_starting = max(0, number - fleet.num_ready)
@@ -96,6 +108,10 @@ def decide(
     if decided == number:
         return number, memory
     return decided, ScalingMemory(idle_since_s=memory.idle_since_s, changed_s=now_s)
+
+
+def _no_later(time_s: float | None, now_s: float) -> float | None:
+    return None if time_s is None else min(time_s, now_s)
 
 
 def _since(holds: bool, since_s: float | None, now_s: float) -> float | None:

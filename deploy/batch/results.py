@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -195,18 +196,20 @@ class ResultsFile:
 
         It is locked before it is there, and the one before until it is not.
         """
-        kept = self._file.with_name(f"{self._file.name}.new")
+        file = self._file.resolve()  # where a link leads to: it stays one
+        kept = file.with_name(f"{file.name}.new")
         num_bytes = 0
         descriptor = _opened(kept)
         try:
             self._lock(descriptor)
             os.ftruncate(descriptor, 0)
+            os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._descriptor).st_mode))
             with os.fdopen(descriptor, "wb", closefd=False) as new:
                 for line, result in self._results():
                     if not result.is_failure:
                         num_bytes += new.write(line)
             os.fsync(descriptor)
-            os.replace(kept, self._file)
+            os.replace(kept, file)
         except BaseException:
             os.close(descriptor)
             raise

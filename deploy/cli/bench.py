@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.bench_offline import Measurement, Workload, measure
+from deploy.cli.output_file import check_output
 from deploy.cli.progress import as_typed, shown
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
@@ -44,8 +45,8 @@ def run_offline(
     """
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True).checked()
     config = _without_prefix_cache(_wide_enough(config, max(batch_sizes)))
-    if json_file is not None:
-        _check_place(json_file)
+    if json_file is not None and json_file != Path("-"):
+        check_output("--json", json_file)
     console = Console(stderr=True)
     with shown(console, f"loading {as_typed(config.target.model)}") as show:
         engine = Engine(config, is_measuring=True)
@@ -143,12 +144,6 @@ def _table(measurements: Sequence[Measurement]) -> Table:
             f"{entry.num_looping}/{entry.batch_size}",
         )
     return table
-
-
-def _check_place(file: Path) -> None:
-    """Refuse before measuring, not after, what cannot be written."""
-    if file != Path("-") and not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"--json: {file} cannot be written")
 
 
 def _write(file: Path, results: dict[str, object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,11 @@ from rich.table import Table
 
 from deploy.cli.border import EXIT_FAILED
 from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
+from deploy.cli.output_file import check_output
 from deploy.load.arrivals import Arrival, Length
 from deploy.load.client import load_client
 from deploy.load.generator import LoadGenerator, Timeline
-from deploy.load.plot import draw, require_plots
+from deploy.load.plot import check_plot, draw
 from deploy.load.report import PERCENTILES, Latency, LoadReport, csv_of, report_of
 from deploy.load.workload import PATHS, Endpoint, Workload
 from specdec.core.errors import ConfigError, UserError
@@ -49,10 +49,10 @@ class Outputs:
             ConfigError: naming option and file.
         """
         for option, file in (("--json", self.json), ("--csv", self.csv), ("--plot", self.plot)):
-            if file is not None and not os.access(file if file.exists() else file.parent, os.W_OK):
-                raise ConfigError(f"{option}: {file} cannot be written")
+            if file is not None:
+                check_output(option, file)
         if self.plot is not None:
-            require_plots()
+            check_plot(self.plot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

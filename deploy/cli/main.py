@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -276,6 +277,12 @@ def batch(
     is_here = config is not None or model is not None
     if is_here and url is not None:
         raise ConfigError("give either --url, or --config or --model, not both")
+    here = {"--draft": draft, "--dtype": dtype, "--num-speculative-tokens": num_speculative_tokens}
+    given = [option for option, value in here.items() if value is not None]
+    if given and not is_here:
+        raise ConfigError(f"{given[0]} is for an engine in this process: give --config or --model, too")
+    if not math.isfinite(timeout):
+        raise ConfigError(f"--timeout: give a number of seconds, got {timeout}")
     engine = (
         engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG)
         if is_here

@@ -42,6 +42,21 @@ def draw(timelines: Sequence[Timeline], objectives: Mapping[Latency, float], fil
         raise ConfigError(f"--plot: {file} cannot be written: {error}") from None
 
 
+def check_plot(file: Path) -> None:
+    """Refuse before measuring what cannot be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not there, or draws no files of this kind.
+    """
+    require_plots()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix and file.suffix[1:].lower() not in kinds:
+        ends = ", ".join(f".{kind}" for kind in sorted(kinds))
+        raise ConfigError(f"--plot: the name of {file} has to end in one of {ends}")
+
+
 def require_plots() -> None:
     """Find out before anything is measured whether pictures can be drawn.
 

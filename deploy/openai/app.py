@@ -30,9 +30,11 @@ from deploy.openai.errors import (
     ApiError,
     keys_unread,
     not_ready,
+    too_many_logprobs,
     took_too_long,
 )
 from deploy.openai.keys import ApiKey, KeyRing, Usage
+from deploy.openai.logprobs import INLINE_LOGPROBS, num_logprobs_of
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import GRACE_S, ChoiceOutputs
@@ -70,6 +72,7 @@ from deploy.openai.streaming import (
 )
 from deploy.openai.tokenization import DoorTokenizer
 from deploy.openai.tracing import CURRENT_TRACE, TRACE_ID_HEADER, TraceRequests, Tracing
+from deploy.openai.work_beside import WorkBeside
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
 from specdec.core.errors import DrafthouseError, NotReadyError, RequestFailed
@@ -174,6 +177,7 @@ class _Door:
         self._models = models
         self._budget = DeliveryBudget(models[0].settings.max_deliveries_per_s)
         self._failed_for_good = FailedForGood()
+        self._beside = WorkBeside()
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
         self.metrics = metrics
@@ -256,8 +260,12 @@ class _Door:
         except NotReadyError as error:
             # Rather no numbers than those of one door of several.
             raise ApiError(503, str(error), type="server_error", code="not_ready") from error
-        except (TimeoutError, DrafthouseError) as error:
-            logger.warning("no metrics from the service: %s", str(error) or type(error).__name__)
+        except TimeoutError:
+            # The same: who asks again would take the others' numbers for counted anew.
+            message = f"the service has not said within {_METRICS_TIMEOUT_S:g} s what it has counted"
+            raise ApiError(503, message, type="server_error", code="not_ready") from None
+        except DrafthouseError as error:
+            logger.warning("no metrics from the service: %s", error)
             return {}
         if len(self._models) == 1:
             return snapshot
@@ -391,13 +399,13 @@ class _Door:
         )
 
         def stream_of(prepared: PreparedRequest, running: Sequence[Request]) -> EventStream:
-            outputs = self._outputs(model, prepared, running, key)
-            return EventStream(prepared, outputs, model.tokenizer, self._budget, failures)
+            outputs = self._outputs(model, prepared, running, key, arrived_s)
+            return EventStream(prepared, outputs, model.tokenizer, self._budget, failures, self._beside)
 
         async def find_stream(comeback: Comeback) -> EventStream:
             resumed = await self._resume(comeback, model.service, prepared, key, arrived_s)
             stream = stream_of(resumed, comeback.running(resumed))
-            delivered = comeback.delivered(resumed, model.tokenizer, description)
+            delivered = await self._beside.do(comeback.delivered, resumed, model.tokenizer, description)
             stream.skip(comeback.positions, delivered, is_ended=comeback.is_ended)
             return stream
 
@@ -419,7 +427,7 @@ class _Door:
                     await deliveries.aclose()
                     raise
                 return EventStreamResponse(first, deliveries)
-            outputs = self._outputs(model, prepared, prepared.requests, key)
+            outputs = self._outputs(model, prepared, prepared.requests, key, arrived_s)
             body = await until_client_leaves(self._collect(model, prepared, outputs), receive)
             return Response(body, media_type="application/json")
         except ClientLeft:
@@ -446,7 +454,12 @@ class _Door:
         return limited(resumed, prepared.limit_s, asyncio.get_running_loop().time() - arrived_s)
 
     def _outputs(
-        self, model: AnyModel, prepared: PreparedRequest, running: Sequence[Request], key: ApiKey | None
+        self,
+        model: AnyModel,
+        prepared: PreparedRequest,
+        running: Sequence[Request],
+        key: ApiKey | None,
+        arrived_s: float,
     ) -> ChoiceOutputs:
         trace = CURRENT_TRACE.get()
         if trace is not None:
@@ -461,6 +474,7 @@ class _Door:
             limit_s=prepared.limit_s,
             max_unread=model.settings.max_unread_outputs,
             trace=trace,
+            arrived_s=arrived_s,
         )
 
     def _usage(self, key: ApiKey | None, prepared: PreparedRequest) -> Usage:
@@ -473,11 +487,17 @@ class _Door:
 
     async def _collect(self, model: AnyModel, prepared: PreparedRequest, outputs: ChoiceOutputs) -> bytes:
         results = [ChoiceResult() for _ in prepared.requests]
+        num_logprobs, most = 0, model.settings.max_logprobs
         async with outputs:
             async for index, output in outputs:
+                num_logprobs += num_logprobs_of(output)
+                if num_logprobs > most:
+                    raise too_many_logprobs(num_logprobs, most, "logprobs")
                 results[index].add(output)
                 outputs.note_delivery([(index, output)])  # as it comes: its client gets it all at the end
-        return complete_body(prepared, results, model.tokenizer)
+        if num_logprobs <= INLINE_LOGPROBS:
+            return complete_body(prepared, results, model.tokenizer)
+        return await self._beside.do(complete_body, prepared, results, model.tokenizer)
 
 
 def _key_of(http: HttpRequest) -> ApiKey | None:

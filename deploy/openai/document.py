@@ -10,7 +10,14 @@ from pydantic.json_schema import models_json_schema
 
 from deploy.openai.bodies import ChatResponse, CompletionResponse, ModelCard, ModelList
 from deploy.openai.errors import ErrorBody
-from deploy.openai.protocol import ChatBody, CompletionBody
+from deploy.openai.protocol import (
+    EMPTY_REPLY_FIELDS,
+    HARMLESS,
+    NOT_SUPPORTED_YET,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+)
 from deploy.status import STATUS_PATH, Status
 
 OPENAPI_PATH = "/openapi.json"
@@ -23,6 +30,7 @@ _REFUSALS = {
 }
 _REFUSED_BODIES = _REFUSALS | {
     "400": "A field is wrong; `param` names it.",
+    "403": "A page of a web site that is not allowed asks, and there are no API keys.",
     "404": "There is no such model here.",
     "408": "The body did not arrive in time.",
     "410": "A stream cannot be resumed any more.",
@@ -85,10 +93,44 @@ def openapi_document() -> dict[str, Any]:
             },
         },
         "components": {
-            "schemas": definitions["$defs"] | answers,
+            "schemas": _as_taken(definitions["$defs"]) | answers,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _as_taken(bodies: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas of bodies with what is taken and means nothing: who checks by them refuses no more
+    than the server does.
+    """
+    for body in bodies.values():
+        required = body.get("required", ())
+        for name, schema in body.get("properties", {}).items():
+            if name not in required:
+                body["properties"][name] = _or_null(schema)
+    ignored = {name: {"description": "Ignored."} for name in sorted(HARMLESS)}
+    neutral = {
+        name: {"description": "Not supported yet: these alone are taken.", "enum": [None, *values]}
+        for name, values in sorted(NOT_SUPPORTED_YET.items())
+    }
+    for body in (CompletionBody, ChatBody):
+        properties = bodies[body.__name__]["properties"]
+        bodies[body.__name__]["properties"] = ignored | neutral | properties
+    message = bodies[ChatMessage.__name__]
+    message["required"] = [name for name in message["required"] if name != "content"]
+    message["properties"]["content"] = _or_null(message["properties"]["content"])
+    for name in sorted(EMPTY_REPLY_FIELDS):
+        message["properties"][name] = {"description": "Not supported yet.", "enum": [None, []]}
+    return bodies
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    if {"type": "null"} in schema.get("anyOf", ()):
+        return schema
+    told = ("title", "description", "default")
+    outer = {name: value for name, value in schema.items() if name in told}
+    inner = {name: value for name, value in schema.items() if name not in told}
+    return {"anyOf": [inner, {"type": "null"}], **outer}
 
 
 def _generation(summary: str, body: type, answer: type) -> dict[str, Any]:

@@ -97,6 +97,17 @@ class ApiError(Exception):
         return Response(self.body(), self.status, headers=self.headers, media_type="application/json")
 
 
+def too_many_logprobs(num_logprobs: int, most: int, param: str) -> ApiError:
+    """Return the refusal of a response that would be too large."""
+    return ApiError(
+        400,
+        f"The response would hold {num_logprobs} log-probabilities or more, and no more than {most} "
+        "(http.max_logprobs) are sent at once: ask for fewer alternatives, or of fewer tokens at a time.",
+        param=param,
+        code=OUTPUT_TOO_LARGE,
+    )
+
+
 def not_ready() -> ApiError:
     """No model takes requests (yet, or any more)."""
     return ApiError(

@@ -14,10 +14,18 @@ from deploy.openai.bodies import (
     TopLogprob,
 )
 from deploy.openai.tokenization import DoorTokenizer
-from specdec.core.outputs import TokenLogprobs
+from specdec.core.outputs import RequestOutput, TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
+INLINE_LOGPROBS = 1024
+"""More of them are shaped off the event loop (1,000 take about 4 ms)."""
+
+
+def num_logprobs_of(output: RequestOutput) -> int:
+    """Return how many log-probabilities there are in an output, those of alternatives counted."""
+    positions = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
+    return sum(1 + len(position.top) for position in positions)
 
 
 class TextCursor:

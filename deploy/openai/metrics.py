@@ -224,11 +224,12 @@ class DoorMetrics:
 
 
 class ChoiceTimer:
-    """Times one choice from its start, as its client sees it: what is delivered together counts once."""
+    """Times one choice, as its client sees it: what is delivered together counts once."""
 
-    def __init__(self, metrics: DoorMetrics) -> None:
+    def __init__(self, metrics: DoorMetrics, waited_s: float = 0.0) -> None:
+        """Begin now, so long after its request has arrived."""
         self._metrics = metrics
-        self._start_s = perf_counter()
+        self._start_s = perf_counter() - waited_s
         self._first_s: float | None = None
         self._last_s = self._start_s
 

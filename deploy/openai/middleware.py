@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -112,17 +114,14 @@ class ApiKeys:
         origin = headers.get("origin")
         if origin is None or "*" in self._allowed_origins or origin in self._allowed_origins:
             return
-        if headers.get("sec-fetch-site") == "same-origin":  # says the browser, and no page can make it
+        if _is_own_page(origin, headers) and _is_address(origin):
             return
-        # A proxy in front may have put its own name in place of the one that the page was read from.
-        hosts = {headers.get("host", ""), *headers.get("x-forwarded-host", "").split(",")}
-        if origin.partition("://")[2].lower() not in {host.strip().lower() for host in hosts} - {""}:
-            raise ApiError(
-                403,
-                f"Pages of {shown(origin)} may not use this server, which asks for no API key: "
-                "its http.allowed_origins does not name that site.",
-                code="origin_not_allowed",
-            )
+        raise ApiError(
+            403,
+            f"Pages of {shown(origin)} may not use this server, which asks for no API key: "
+            "its http.allowed_origins does not name that site.",
+            code="origin_not_allowed",
+        )
 
     def _check(self, authorization: str | None) -> ApiKey:
         scheme, _, text = (authorization or "").partition(" ")
@@ -132,6 +131,25 @@ class ApiKeys:
         if key is None:
             raise _unauthorized("Incorrect API key provided.", "invalid_api_key")
         return key
+
+
+def _is_own_page(origin: str, headers: Headers) -> bool:
+    if headers.get("sec-fetch-site") == "same-origin":  # says the browser, and no page can make it
+        return True
+    # A proxy in front may have put its own name in place of the one that the page was read from.
+    hosts = {headers.get("host", ""), *headers.get("x-forwarded-host", "").split(",")}
+    return origin.partition("://")[2].lower() in {host.strip().lower() for host in hosts} - {""}
+
+
+def _is_address(origin: str) -> bool:
+    """Whether an origin says itself where it is: a name may lead elsewhere from one moment to the next, so
+    that a page which was read from there comes to be one of ours (DNS rebinding).
+    """
+    try:
+        host = urlsplit(origin).hostname or ""
+        return host == "localhost" or host.endswith(".localhost") or bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def _unauthorized(message: str, code: str | None) -> ApiError:

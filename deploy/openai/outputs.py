@@ -48,10 +48,12 @@ class ChoiceOutputs:
         limit_s: float | None = None,
         max_unread: int = DEFAULT_MAX_UNREAD_OUTPUTS,
         trace: RequestTrace | None = None,
+        arrived_s: float | None = None,
     ) -> None:
         """`max_unread` outputs of each choice may wait to be taken; with more the request fails.
 
         `timeout_s` is what is left of the time that the client was promised, `limit_s` (None: all of it).
+        `arrived_s`: when the request came, by the clock of the event loop; None: when this is entered.
         """
         self._service = service
         self._requests = requests
@@ -60,6 +62,7 @@ class ChoiceOutputs:
         self._timeout_s = timeout_s
         self._limit_s = timeout_s if limit_s is None else limit_s
         self._trace = trace
+        self._arrived_s = arrived_s
         self._deadline_s: float | None = None
         self._max_unread = max_unread * len(requests)
         self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
@@ -74,9 +77,11 @@ class ChoiceOutputs:
 
     async def __aenter__(self) -> Self:
         self._usage.__enter__()
+        now_s = asyncio.get_running_loop().time()
         if self._timeout_s is not None:
-            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s + GRACE_S
-        self._timers = [ChoiceTimer(self._metrics) for _ in self._requests]
+            self._deadline_s = now_s + self._timeout_s + GRACE_S
+        waited_s = 0.0 if self._arrived_s is None else now_s - self._arrived_s
+        self._timers = [ChoiceTimer(self._metrics, waited_s) for _ in self._requests]
         self._tasks = [
             asyncio.create_task(self._pump(index, request)) for index, request in enumerate(self._requests)
         ]

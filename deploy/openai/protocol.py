@@ -44,7 +44,7 @@ from specdec.core.errors import InputError
 from specdec.core.sampling_params import MAX_LOGPROBS, Grammar, LogprobsMode
 from specdec.scheduling.admission import MAX_PRIORITY
 
-_NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
+NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
@@ -67,7 +67,7 @@ _NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
 }
 """Known fields that would change the output, with the values that would not."""
 
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "guided_decoding_backend",
         "prediction",
@@ -216,10 +216,10 @@ class GenerationBody(GrammarFields):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
-            elif name in _NOT_SUPPORTED_YET:
-                if value is not None and value not in _NOT_SUPPORTED_YET[name]:
+            elif name in NOT_SUPPORTED_YET:
+                if value is not None and value not in NOT_SUPPORTED_YET[name]:
                     raise InputError(f"{name} is not supported yet", param=name)
-            elif name not in _HARMLESS:
+            elif name not in HARMLESS:
                 raise InputError(_unknown_field(name, cls), param=name)
         return kept
 
@@ -353,7 +353,7 @@ def _part_kind(value: object) -> str:
     return "<refusal>" if kind == "refusal" else "<text>"
 
 
-_EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call"})
+EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call"})
 _MESSAGE_TYPES = ("text", "message")
 """What some clients write into every message (lm-evaluation-harness: text): no other kinds are known."""
 _REFUSAL = "refusal"
@@ -391,10 +391,10 @@ class ChatMessage(BodyPart):
         """Clients echo an assistant message back with all the empty fields that a response has, and more."""
         if not isinstance(data, dict):
             return data
-        dropped = set(_EMPTY_REPLY_FIELDS)
+        dropped = set(EMPTY_REPLY_FIELDS)
         if data.get("type") in _MESSAGE_TYPES:
             dropped.add("type")
-        for name in _EMPTY_REPLY_FIELDS:
+        for name in EMPTY_REPLY_FIELDS:
             if data.get(name) not in (None, []):
                 raise ValueError(f"{name} is not supported yet")
         if data.get(_REFUSAL) in ("", []):
@@ -560,6 +560,6 @@ class ChatBody(GenerationBody):
 
 
 def _unknown_field(name: str, model: type[BaseModel]) -> str:
-    known = [*model.model_fields, *_NOT_SUPPORTED_YET, *_HARMLESS]
+    known = [*model.model_fields, *NOT_SUPPORTED_YET, *HARMLESS]
     near = [] if len(name) > _LONGEST_LIKENESS else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"unknown field {shown(name)}" + (f"; did you mean {near[0]!r}?" if near else "")

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from deploy.openai.bodies import Lossy
-from deploy.openai.errors import ApiError, input_error_of, shown
+from deploy.openai.errors import ApiError, input_error_of, shown, too_many_logprobs
 from deploy.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import DoorTokenizer
@@ -211,7 +211,10 @@ def time_limit(body: GenerationBody, header: str | None, longest_s: float | None
 
 
 def limited(prepared: PreparedRequest, limit_s: float | None, spent_s: float) -> PreparedRequest:
-    """Give it so much time, of which some was spent before it was prepared."""
+    """Give it so much time, of which some was spent before it was prepared, as of that to its first token."""
+    if prepared.body.slo is not None:
+        in_time = tuple(_in_time(request, spent_s) for request in prepared.requests)
+        prepared = dataclasses.replace(prepared, requests=in_time)
     if limit_s is None:
         return prepared
     # Of what has run out something is left, for the engine's sake; it ends the request at once.
@@ -224,6 +227,15 @@ def limited(prepared: PreparedRequest, limit_s: float | None, spent_s: float) ->
             msgspec.structs.replace(request, timeout_s=timeout_s) for request in prepared.requests
         ),
     )
+
+
+def _in_time(request: Request, spent_s: float) -> Request:
+    """Leave of the time to its first token what has not been spent."""
+    slo = request.slo
+    if slo is None or slo.ttft_ms is None:
+        return request
+    left_ms = max(slo.ttft_ms - 1e3 * spent_s, 1e3 * _LEAST_TIME_S)
+    return msgspec.structs.replace(request, slo=LatencyTarget(ttft_ms=left_ms, itl_ms=slo.itl_ms))
 
 
 def _seconds(header: str | None) -> float | None:
@@ -335,6 +347,8 @@ def _prepared(
     prompt_param = "prompt" if isinstance(body, CompletionBody) else "messages"
     for prompt in prompts:
         _check_prompt(prompt, params, description, prompt_param)
+    requests = _requests(identity, body, prompts, params, settings)
+    _check_logprobs(requests, body, settings)
     return PreparedRequest(
         response_id=identity.response_id,
         created_s=identity.created_s,
@@ -342,8 +356,22 @@ def _prepared(
         system_fingerprint=settings.system_fingerprint(description),
         lossy=_lossy(body, params, description),
         body=body,
-        requests=_requests(identity, body, prompts, params, settings),
+        requests=requests,
     )
+
+
+def _check_logprobs(
+    requests: Iterable[Request], body: CompletionBody | ChatBody, settings: DoorSettings
+) -> None:
+    """Check those of prompts: of what is generated nobody knows yet how much there will be."""
+    num_logprobs = sum(
+        len(request.prompt_token_ids) * (1 + request.params.prompt_logprobs)
+        for request in requests
+        if request.params.prompt_logprobs is not None
+    )
+    if num_logprobs > settings.max_logprobs:
+        param = "echo" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise too_many_logprobs(num_logprobs, settings.max_logprobs, param)
 
 
 def _lossy(body: GenerationBody, params: SamplingParams, description: TargetDescription) -> Lossy:

@@ -15,6 +15,7 @@ from specdec.core.description import TargetDescription
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 DEFAULT_MAX_CHOICES = 256
+DEFAULT_MAX_LOGPROBS = 1 << 20
 DEFAULT_BODY_TIMEOUT_S = 60.0
 DEFAULT_WRITE_TIMEOUT_S = 30.0
 DEFAULT_MAX_UNREAD_OUTPUTS = 512
@@ -32,6 +33,9 @@ class DoorSettings:
     """Longest request body; longer ones are answered with 413 and never held in memory."""
     max_choices: int = DEFAULT_MAX_CHOICES
     """Most choices (prompts times n) of one request."""
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    """Most log-probabilities of one response that is not streamed, and of the prompts of any request; those
+    of alternatives count."""
     max_grammar_bytes: int | None = None
     """Longest grammar of a request, as the engine has it: what is refused here is not sent there first, once
     for each choice. None: the engine alone refuses."""

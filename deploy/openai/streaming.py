@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from deploy.openai.delivery_budget import DeliveryBudget
 from deploy.openai.errors import api_error_of, internal_error
+from deploy.openai.logprobs import INLINE_LOGPROBS, num_logprobs_of
 from deploy.openai.metrics import DoorMetrics
 from deploy.openai.outputs import SLOW_READER, ChoiceOutputs
 from deploy.openai.protocol import ChatBody, GenerationBody
@@ -36,6 +37,7 @@ from deploy.openai.responses import (
 )
 from deploy.openai.resumption import ChoicePosition, Delivered, format_event_id
 from deploy.openai.tokenization import DoorTokenizer
+from deploy.openai.work_beside import WorkBeside
 from specdec.core.outputs import RequestOutput
 
 T = TypeVar("T")
@@ -91,14 +93,16 @@ class EventStream:
         tokenizer: DoorTokenizer,
         budget: DeliveryBudget,
         failures: StreamFailures,
+        beside: WorkBeside,
     ) -> None:
-        """`outputs` are those of all requests of `prepared`; `budget` is that of the door."""
+        """`outputs` are those of all requests of `prepared`; `budget` and `beside` are the door's."""
         is_chat = isinstance(prepared.body, ChatBody)
         self._chunks = (ChatChunks if is_chat else CompletionChunks)(prepared, tokenizer)
         self._prepared = prepared
         self._outputs = outputs
         self._budget = budget
         self._failures = failures
+        self._beside = beside
         self._results = [ChoiceResult() for _ in prepared.requests]
         self._positions = [ChoicePosition(is_open=not is_chat) for _ in prepared.requests]
         self._is_ended = False
@@ -142,7 +146,7 @@ class EventStream:
                         if not is_open:
                             has_begun = is_open = True
                             events += self._openings()
-                        events += self._events_of(self._running[running], output)
+                        events += await self._events_of(self._running[running], output)
                         taken.append((running, output))
                         if outputs.is_waiting or outputs.is_complete:
                             continue
@@ -167,7 +171,12 @@ class EventStream:
             if opening is not None:
                 yield self._event(opening)
 
-    def _events_of(self, index: int, output: RequestOutput) -> Iterator[bytes]:
+    async def _events_of(self, index: int, output: RequestOutput) -> list[bytes]:
+        if num_logprobs_of(output) <= INLINE_LOGPROBS:
+            return list(self._shaped(index, output))
+        return await self._beside.do(lambda: list(self._shaped(index, output)))
+
+    def _shaped(self, index: int, output: RequestOutput) -> Iterator[bytes]:
         self._results[index].count(output)
         self._positions[index].count(output)
         chunks = self._chunks.pieces(index, output, self._running_usage())

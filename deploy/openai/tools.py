@@ -49,8 +49,10 @@ class ToolFunction(BodyPart):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of its arguments."""
+    parameters: dict[str, Any] = Field(
+        default_factory=lambda: {"type": "object", "properties": {}, "additionalProperties": False}
+    )
+    """JSON schema of its arguments; without it there are none."""
     strict: bool | None = None
     """Accepted and ignored: arguments satisfy the schema where a grammar keeps calls to it (forced ones, and
     those beside a `response_format`)."""

@@ -501,7 +501,8 @@ class Engine:
     def _make_room(self, request: Request, *, replacing: LiveRequest | None) -> Expectation | None:
         """See that a request may be taken in: if the queue is full, in the place of its last.
 
-        What has begun elsewhere is taken in for all that wait. `replacing` is the older epoch, which leaves.
+        What was promised to be served is taken in for all that wait, and what has begun goes before them.
+        `replacing` is the older epoch, which leaves.
 
         Returns what it will experience; None where nobody is refused for that.
         """
@@ -516,8 +517,8 @@ class Engine:
             try:
                 check_queue(num_waiting, self._admission, self._rates.seconds_per_request)
             except CapacityError:
-                leaving = None if has_begun else self._displaced_by(key, request.owner)
-                if leaving is None and not has_begun:
+                leaving = None if request.goes_on else self._displaced_by(key, request.owner)
+                if leaving is None and not request.goes_on:
                     raise
             if self._parts.scheduler.refuse_late and not request.goes_on:
                 num_before = self._num_to_end_before(key)

@@ -19,7 +19,7 @@ class CacheConfig(StrictConfig):
     full length need."""
     memory_bytes: int | None = Field(default=None, ge=1 << 16)
     """Bytes for K and V of all layers; None: what `memory_fraction` says."""
-    memory_fraction: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    memory_fraction: float | None = Field(default=None, gt=0, le=1)
     """Share of the memory that is left beside the weights and the largest forward, which is measured at
     start. None: 0.9 of a GPU's; on a CPU, whose memory others use too, 0.5 and at most 4 GiB."""
     enable_prefix_caching: bool = True

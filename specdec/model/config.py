@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from specdec.attention.config import AttentionName
 from specdec.core.config import StrictConfig
@@ -14,18 +14,24 @@ Device = Annotated[str, Field(pattern="^(auto|cpu|cuda(:[0-9]+)?)$")]
 """Kinds of devices that there are kernels for; auto: cuda when a GPU is visible, else cpu."""
 
 QuantizationName = Literal["int8", "int4", "int4-32", "int4-64", "int4-128", "int4-256"]
+_Mode = Literal["auto", "off", False]
 INT4_GROUP_SIZES = (32, 64, 128, 256)
 """Inputs that share a scale in `int4-...`; `int4` takes the smallest."""
+
+
+def _off(value: object) -> object:
+    """Without quotes YAML takes the word for the opposite of true."""
+    return "off" if value is False else value
 
 
 class CompileConfig(StrictConfig):
     """How the forward is compiled."""
 
-    mode: Literal["auto", "off"] = "auto"
+    mode: Annotated[Literal["auto", "off"], BeforeValidator(_off, json_schema_input_type=_Mode)] = "auto"
     """auto: compile the forward (on a GPU: record CUDA graphs) at start and while idle where a C++ compiler
     exists, run eagerly until it is ready (and wherever none exists or the model cannot be compiled, with one
     log line); off: always eager."""
-    startup_seconds: float = Field(default=20.0, ge=0, allow_inf_nan=False)
+    startup_seconds: float = Field(default=20.0, ge=0)
     """Longest time (seconds) that a worker compiles before it reports ready; what is left is done while it
     is idle. Building the C++ kernels, once per machine, takes about ten seconds, the rest a second or so. 0:
     a worker is ready at once and runs eagerly until it has been idle for long enough. Ranks of one model

@@ -132,7 +132,7 @@ class SpeculativeConfig(StrictConfig):
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
     """[[lo, hi, k], ...]: with lo to hi running requests k is at most that; the first that holds counts. A
     bound for the goodput controller, which chooses less by itself where that is better."""
-    profile_seconds: float = Field(default=3.0, ge=0.0, le=60.0, allow_inf_nan=False)
+    profile_seconds: float = Field(default=3.0, ge=0.0, le=60.0)
     """About how long (seconds) costs of draft and target are measured before the first request, once for each
     pair, machine and configuration; 0: never, rounds tell."""
     profile_dir: str | None = None

@@ -21,7 +21,7 @@ class OnlineConfig(StrictConfig):
     of others are not even kept. Whoever is named agrees that texts of theirs shape the drafter of all."""
     allow_shared: bool = False
     """Learn from every text, whosever it is; without it only those of `tenants` are learnt from."""
-    learning_rate: float = Field(default=2e-4, gt=0.0, le=1.0, allow_inf_nan=False)
+    learning_rate: float = Field(default=2e-4, gt=0.0, le=1.0)
     """Of AdamW, at its peak."""
     batch_texts: int = Field(default=8, ge=1, le=1024)
     """Texts of one optimizer step."""

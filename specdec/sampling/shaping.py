@@ -49,6 +49,7 @@ class LogitShaper:
         self._output_end: list[int] = []
         """The last committed output tokens, as many as a forbidden sequence may begin with."""
         self._allowed: torch.Tensor | None = None
+        self._stops: torch.Tensor | None = None
         self._slots: dict[int, int] = {}
         """Token id to its index in the two arrays below."""
         self._ids = array("q")
@@ -94,6 +95,12 @@ class LogitShaper:
             here = [column for column in forbidden if 0 <= column < width]
             if here:
                 logits_RV[row, here] = _NEVER
+        if self._stop_ids:
+            num_missing = self._num_prompt_tokens + self._params.min_tokens - self._num_committed
+            early = [row for row, path in enumerate(paths) if len(path) < num_missing]
+            if early:  # of thousands of ids, too, one operation for all rows
+                rows = torch.tensor(early, device=logits_RV.device)
+                logits_RV[rows[:, None], self._stop_columns(logits_RV, first_token_id)] = _NEVER
 
     def _slot(self, token_id: int) -> int:
         slot = self._slots.get(token_id)
@@ -145,8 +152,16 @@ class LogitShaper:
             self._allowed = allowed.to(logits_RV.device)
         return self._allowed
 
+    def _stop_columns(self, logits_RV: torch.Tensor, first_token_id: int) -> torch.Tensor:
+        """int64; made once, as above."""
+        if self._stops is None:
+            ids = np.array(self._stop_ids, dtype=np.int64)
+            ids = ids[self._columns(ids, logits_RV, first_token_id)] - first_token_id
+            self._stops = torch.from_numpy(ids).to(logits_RV.device)
+        return self._stops
+
     def _forbidden(self, path: Sequence[int]) -> list[int]:
-        """Token ids that must not follow the committed tokens and `path`."""
+        """Token ids that `bad_words` let not follow the committed tokens and `path`."""
         forbidden = list(self._always_bad)
         if self._bad_sequences:
             end = [*self._output_end, *path]
@@ -154,8 +169,6 @@ class LogitShaper:
                 num_before = len(word) - 1
                 if len(end) >= num_before and tuple(end[len(end) - num_before :]) == word[:-1]:
                     forbidden.append(word[-1])
-        if self._num_committed + len(path) - self._num_prompt_tokens < self._params.min_tokens:
-            forbidden += self._stop_ids
         return forbidden
 
     @staticmethod

@@ -355,7 +355,9 @@ def test_what_waits_at_a_desk_that_is_held_up_has_a_bound(state: str) -> None:
     assert bench.desk.num_refused == 0
     begun = msgspec.structs.replace(request("begun"), delivered_token_ids=(1,))
     bench.submit(begun)
-    assert "begun" not in bench.refused
+    promised = msgspec.structs.replace(request("promised"), was_admitted=True)
+    bench.submit(promised)
+    assert not {"begun", "promised"} & set(bench.refused)
     assert bench.given == []
 
 

@@ -44,6 +44,34 @@ def test_a_request_that_had_to_leave_a_full_queue_goes_to_another() -> None:
     assert_right(ingress, many)
 
 
+def test_what_waited_at_a_lost_group_is_served_though_newcomers_never_cease() -> None:
+    """They would take each place that becomes free before it asks again."""
+    sim, ingress = simple(max_num_waiting=4)
+    sim.start_coordinator(max_num_waiting=4)
+    sim.network.run_for(1.0)
+    first = [a_request(f"first{index}", random.Random(index), 60) for index in range(16)]
+    for request in first:
+        ingress.open(request)
+    sim.network.run_for(4 * ROUND_S)
+    waiting = [
+        request
+        for request in first
+        if request.request_id not in ingress.last and not ingress.tokens[request.request_id]
+    ]
+    sim.crash(sim.coordinators[0], told_after_s=0.0)
+    num_refused = 0
+    for index in range(int(60.0 / ROUND_S)):
+        try:
+            ingress.open(a_request(f"new{index}", random.Random(index), 60))
+        except CapacityError:
+            num_refused += 1
+        sim.network.run_for(ROUND_S)
+        if all(request.request_id in ingress.last for request in waiting):
+            break
+    assert len(waiting) > 4
+    assert_right(ingress, waiting)
+
+
 def owned_request(name: str, owner: str) -> Request:
     """Return a request of an owner."""
     return msgspec.structs.replace(a_request(name, random.Random(1), 60), owner=owner)

@@ -189,6 +189,22 @@ def test_nobody_is_waited_for_without_end() -> None:
     assert counted[-1] > 100
 
 
+def test_who_asks_again_and_again_does_not_end_the_waiting() -> None:
+    """What others have counted would be taken for that of who is gone, and counted twice once they tell."""
+    b, c = member("b", 2.0), member("c", 3.0)
+    heir = door("b", 2.0, member("a", 1.0), c)
+    heir.hear(PeerId("a"), DoorTotals({REQUESTS: 700.0}, {}))
+    heir.set_doors([b, c])
+    for _ in range(20):
+        assert heir.is_waiting
+        asked = heir.add_up(report(200), OF_GROUPS, is_complete=True, is_regular=False)
+        assert asked is not None
+        assert asked.counters[REQUESTS] == 700
+    heir.hear(PeerId("c"), DoorReport({REQUESTS: 400.0}, {}, {REQUESTS: 700.0}))
+    assert sums(heir, report(200)).counters[REQUESTS] == 700
+    assert not heir.is_waiting
+
+
 @dataclass
 class Peer:
     """A door of the simulation."""

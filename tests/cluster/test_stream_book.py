@@ -11,7 +11,13 @@ from cluster.crash_policy import PROBATION_OUTPUTS
 from cluster.directory import Member
 from cluster.stream_book import StreamBook
 from specdec.core.clock import ManualClock
-from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED, DISPLACED, FAILED_REPEATEDLY
+from specdec.core.error_codes import (
+    COORDINATOR_CRASHED,
+    COORDINATOR_FAILED,
+    COORDINATOR_LOST,
+    DISPLACED,
+    FAILED_REPEATEDLY,
+)
 from specdec.core.errors import CapacityError, DrafthouseError, InputError, RequestFailed
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
@@ -46,9 +52,10 @@ class Refusing:
     def __init__(self) -> None:
         self.sent: list[tuple[PeerId, Message]] = []
         self.events: list[RequestOutput | DrafthouseError] = []
+        self.clock = ManualClock()
         self.book = StreamBook(
             lambda peer_id, message: self.sent.append((peer_id, message)),
-            ManualClock(),
+            self.clock,
             lease_s=3.0,
             failover_timeout_s=60.0,
         )
@@ -118,6 +125,23 @@ def test_what_has_to_leave_a_queue_does_not_go_back_to_a_full_one() -> None:
     assert streams.places == [FULL, OTHER]
     (refusal,) = streams.events
     assert isinstance(refusal, CapacityError)
+
+
+def test_refusals_are_no_end_of_waiting() -> None:
+    """Those of coordinators of another version, say, which take in no more than their queue holds."""
+    streams = Refusing()
+    streams.deliver(0, 5, 6)
+    streams.hear(OTHER, PeerLost())
+    for _ in range(70):
+        epoch = streams.epoch
+        streams.hear(FULL, Refused(REQUEST.request_id, epoch, "capacity", "full", retry_after_s=3.0))
+        streams.clock.advance(1.0)
+        streams.hear(FULL, Pong(0, (), num_running=4))
+        streams.book.tick()
+    assert len(streams.submissions) > 10
+    last = streams.events[-1]
+    assert isinstance(last, RequestOutput)
+    assert last.error_code == COORDINATOR_LOST
 
 
 @pytest.mark.parametrize("param", ["prompt", "stop_token_ids", "max_tokens"])

@@ -45,8 +45,31 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
     config = load_config(file.relative_to(tmp_path))
     assert config.target.model == str(tmp_path / "model")
     assert config.http.api_keys_file == str(folder / "keys")
+    assert load_config(write(folder, "target: {model: ./a/../b}\n")).target.model == str(folder / "b")
     absolute = write(folder, "target: {model: /srv/model}\nspeculative_config: {method: none}\n")
     assert load_config(absolute).target.model == "/srv/model"
+
+
+def test_links_stay_links(tmp_path: Path) -> None:
+    """Who renews a certificate, or takes a key back, has one lead to another file."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "keys").write_text("")
+    (tmp_path / "data").symlink_to("first")
+    (tmp_path / "keys").symlink_to("data/keys")
+    (tmp_path / "model").symlink_to("first")
+    file = write(tmp_path, "target: {model: model}\nhttp: {api_keys_file: keys}\n")
+    config = load_config(file)
+    assert config.target.model == str(tmp_path / "model")
+    assert config.http.api_keys_file == str(tmp_path / "keys")
+    elsewhere = write(tmp_path, "target: {model: data/../model}\n")
+    assert load_config(elsewhere).target.model == str(tmp_path.resolve() / "model")
+
+
+def test_the_opposite_of_true_is_off(tmp_path: Path) -> None:
+    """As YAML takes the word without quotes."""
+    for written in ("off", '"off"'):
+        file = write(tmp_path, f"target: {{model: m, compile: {{mode: {written}}}}}\n")
+        assert load_config(file).target.compile.mode == "off"
 
 
 CORPUS = """\
@@ -111,6 +134,20 @@ def test_values_have_no_folder_that_paths_could_be_relative_to(speculative: dict
         ("target:\n  dtype: float32\n", ":1: target.model: is required"),
         ("http:\n  port: 80\n", "target: is required"),
         ("target: {model: m}\nhttp:\n  port: 99999\n", ":3: http.port: input should be less than or equal"),
+        ("target: {model: m}\nhttp: {port: 9101, proxy: haproxy}\n", ":2: http: port: 9101 is taken"),
+        ("target: {model: m}\nhttp: {request_timeout_s: .inf}\n", ":2: http.request_timeout_s: input"),
+        (
+            "target: {model: m}\ncluster: {channels: {heartbeat_interval_s: 3}}\n",
+            ":2: cluster.channels: heartbeat_timeout_s: 4 s must be at least twice heartbeat_interval_s",
+        ),
+        (
+            "target: {model: m}\ncluster: {draft_pool: {deadlines: {min_deadline_s: 2}}}\n",
+            ":2: cluster.draft_pool.deadlines: min_deadline_s: 2 s must be at most max_deadline_s (1 s)",
+        ),
+        (
+            "target: {model: m}\ncluster: {draft_pool: {deadlines: {first_retry_s: 3}}}\n",
+            ":2: cluster.draft_pool.deadlines: first_retry_s: 3 s must be at most max_retry_s (2 s)",
+        ),
         ("target: {model: m}\nhttp:\n  port: abc\n", ":3: http.port: input should be a valid integer"),
         ("target:\n  model: m\n  dtype: fp32\n", ":3: target.dtype: input should be 'auto', 'float32'"),
         ("target:\n  model: m\n  model: n\n", ":3: target.model: appears twice, first on line 2"),

@@ -155,6 +155,15 @@ def test_bad_requests_are_answered_and_named(server: Server, client: openai.Open
     assert completion.choices[0].text
 
 
+def test_long_bodies_and_answers_pass(server: Server) -> None:
+    """Of more than gRPC lets through by itself, which Serve's proxy speaks to the doors."""
+    body = json.dumps({"prompt": [list(range(5, 105))] * 80, "max_tokens": 1, "prompt_logprobs": 20})
+    answer = httpx.post(f"{server.url}/v1/completions", content=body.encode().ljust(4 << 20), timeout=120)
+    assert answer.status_code == 200
+    assert len(answer.content) > 5 << 20
+    assert len(answer.json()["choices"]) == 80
+
+
 @pytest.mark.parametrize("headers", HEADERS_THAT_SERVE_READS)
 def test_headers_that_serve_itself_reads_do_no_harm(server: Server, headers: tuple[bytes, ...]) -> None:
     answer = raw_answer(server.url, *headers)

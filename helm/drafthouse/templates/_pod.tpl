@@ -188,6 +188,8 @@ spec:
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "2"}
 # Deliveries from doors to the proxy: less CPU than Ray's generators of objects.
 - {name: RAY_SERVE_PROXY_USE_GRPC, value: "1"}
+# At gRPC's own 4 MiB a long answer would be a 500.
+- {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "2147483647"}
 {{- if eq $values.ingress.proxy "haproxy" }}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 - {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /opt/venv/bin/drafthouse-haproxy}
@@ -272,7 +274,7 @@ minReplicas: {{ .min }}
 maxReplicas: {{ .max }}
 numOfHosts: {{ .hosts }}
 {{- if $values.autoscaling.enabled }}
-idleTimeoutSeconds: {{ $values.autoscaling.idleTimeoutSeconds }}
+idleTimeoutSeconds: {{ int64 $values.autoscaling.idleTimeoutSeconds }}
 {{- end }}
 labels: {pool: {{ .component }}}
 rayStartParams:

@@ -63,7 +63,7 @@ http_options:
   ssl_keyfile: /etc/drafthouse/tls/tls.key
   ssl_certfile: /etc/drafthouse/tls/tls.crt
   {{- end }}
-  keep_alive_timeout_s: {{ dig "http" "keep_alive_timeout_s" 75 $values.config }}
+  keep_alive_timeout_s: {{ dig "http" "keep_alive_timeout_s" 75 $values.config | int64 }}
 logging_config:
   log_level: {{ $values.serve.logLevel }}
   enable_access_log: false

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from specdec.core.config import StrictConfig
 from specdec.core.decaying import moved
@@ -27,6 +29,14 @@ class DraftDeadlineConfig(StrictConfig):
     """Longest interval (seconds) between such attempts."""
     reassign_after_s: float = Field(default=0.5, ge=0)
     """Requests of a drafter that has been silent for so many seconds move to another one, if there is one."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        for least, most in (("min_deadline_s", "max_deadline_s"), ("first_retry_s", "max_retry_s")):
+            least_s, most_s = getattr(self, least), getattr(self, most)
+            if least_s > most_s:
+                raise ValueError(f"{least}: {least_s:g} s must be at most {most} ({most_s:g} s)")
+        return self
 
     def retry_interval_s(self, exponent: int) -> float:
         """Return how long the next attempt waits, behind as many in vain."""

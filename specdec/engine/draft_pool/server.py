@@ -246,6 +246,7 @@ class DraftServer:
         self._clients: dict[PeerId, _Client] = {}
         self._num_sequences = 0
         self._num_batches = 0
+        self._at_work_since_s: float | None = None
         self._members: frozenset[PeerId] | None = None
         self._is_sweep_due = False
         self._next_sweep_s = 0.0
@@ -265,6 +266,12 @@ class DraftServer:
     def num_sequences(self) -> int:
         """Sequences known here (any thread)."""
         return self._num_sequences
+
+    @property
+    def at_work_s(self) -> float:
+        """For how long it has been at what it does now, but for waiting (any thread)."""
+        since_s = self._at_work_since_s
+        return 0.0 if since_s is None else self._clock.now_s() - since_s
 
     @property
     def has_waiting(self) -> bool:
@@ -298,13 +305,14 @@ class DraftServer:
         self._do_between_batches()
         if not self._hear(self._until_sweep_s(timeout_s)):
             return False
-        now_s = self._clock.now_s()
+        now_s = self._at_work_since_s = self._clock.now_s()
         for coordinator, client in self._clients.items():
             if client.unread:
                 self._read(coordinator, client, now_s)
         self._refuse_displaced()
         self._do_between_batches()
         self._serve()
+        self._at_work_since_s = None
         return True
 
     def _until_sweep_s(self, timeout_s: float | None) -> float | None:

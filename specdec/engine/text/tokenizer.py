@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from specdec.engine.config import EngineConfig
@@ -66,10 +67,15 @@ class HuggingFaceTokenizer:
         if self._backend is not None:
             text = self._backend.decode(token_ids, skip_special_tokens=True)
         else:
-            text = self._tokenizer.decode(
-                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            # Models often have more ids than their tokenizer; without text they are nothing, as in Rust.
+            known = [token_id for token_id in token_ids if token_id in self._known_ids]
+            text = self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
+
+    @cached_property
+    def _known_ids(self) -> frozenset[int]:
+        tokenizer = self._tokenizer
+        return frozenset((*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder))
 
 
 def special_ids_of(tokenizer: Any) -> frozenset[int]:

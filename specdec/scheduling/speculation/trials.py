@@ -31,7 +31,9 @@ from specdec.scheduling.speculation.goodput import Kind
 Trial = Literal["probing", "auditing", "stretching", "comparing"]
 
 _LARGEST_ALLOWANCE = 64.0
-"""Rounds whose time the allowance may come to."""
+"""Rounds whose time the allowance may come to, where no trial asks for more."""
+_JUST_ENOUGH = 1.01
+"""What it may come to, over what a trial has asked for."""
 _PURSES: Mapping[Trial, str] = {"auditing": "audits", "comparing": "comparisons"}
 """Who pays for a trial; all others share one."""
 _OTHERS = "others"
@@ -85,6 +87,9 @@ class Trials:
         self._share = share
         self._allowances: dict[str, float] = {}
         """In seconds, by purse; none before the first round."""
+        self._needed_s: dict[str, float] = {}
+        """What the last trial that could not begin would have needed, by purse. It is put aside, however long
+        that takes: what is thought much worse is never tried otherwise, and what made it so may be over."""
         self._is_new = True
         """Whether the next round is the first of a situation that nothing is known of."""
         self._first = set(_FEWEST_ROUNDS_BEFORE_FIRST)
@@ -104,6 +109,8 @@ class Trials:
         """What a round of the last audit has lost."""
         self._probe_loss_s = 0.0
         """What a round of the last probe has lost."""
+        self._round_s = 0.0
+        """What the last round has taken."""
         self._num_rounds_since = 0
         self._seconds_since = 0.0
         self._num_ended: Counter[Trial] = Counter()
@@ -141,8 +148,14 @@ class Trials:
             return
         if trial == "auditing" and self._audit_loss_s is not None:
             loss_s = min(loss_s, self._audit_loss_s)
-        if allowance_s <= loss_s * (length.num_before + length.fewest):
+        needed_s = loss_s * (length.num_before + length.fewest)
+        usual_s = _LARGEST_ALLOWANCE * self._round_s
+        if needed_s > usual_s:  # fewer rounds say something, too, and most of those that are wrongly feared
+            needed_s = max(usual_s, loss_s * (length.num_before + 1))
+        if allowance_s <= needed_s:
+            self._needed_s[_purse(trial)] = needed_s
             return
+        self._needed_s.pop(_purse(trial), None)
         # What these are expected to lose is what is in doubt: they go on until too much is really lost.
         is_in_doubt = loss_s <= 0.0 or trial != "probing"
         affordable = length.most if is_in_doubt else int(allowance_s / loss_s)
@@ -190,8 +203,10 @@ class Trials:
             if self._is_new:
                 before_s = max(before_s, _FIRST_ALLOWANCES[purse] * round_s)
             after_s = before_s + self._share * share * (passed_s + round_s)
-            allowances[purse] = min(after_s, _LARGEST_ALLOWANCE * round_s)
+            most_s = max(_LARGEST_ALLOWANCE * round_s, _JUST_ENOUGH * self._needed_s.get(purse, 0.0))
+            allowances[purse] = min(after_s, most_s)
         self._is_new = False
+        self._round_s = round_s
         self._num_rounds_since += num_passed + 1
         self._seconds_since += passed_s + round_s
         if self.current is None:
@@ -267,6 +282,7 @@ class Trials:
         self._first = set(_FEWEST_ROUNDS_BEFORE_FIRST)
         self._probe_loss_s = 0.0
         self._num_ended.clear()
+        self._needed_s.clear()
 
     def note_alarm(self) -> None:
         """Rounds take more or less than they did: whether drafts still pay is to be asked soon."""

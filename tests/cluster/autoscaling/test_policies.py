@@ -323,6 +323,16 @@ class TestPace:
         assert run.seconds(10, Wish(number=3))[-1] == 1
         assert run.seconds(1, Wish(number=3)) == [3]
 
+    def test_a_clock_that_is_set_back_holds_nothing_up(self) -> None:
+        run = Run()
+        run.ready_s = [-math.inf]
+        assert run.seconds(6, Wish(number=3))[-1] == 1
+        run.now_s -= 3600.0
+        assert run.seconds(11, Wish(number=3))[-1] == 3
+        run.ready_s = [-math.inf] * 3
+        run.now_s -= 3600.0
+        assert run.seconds(61, Wish(number=1))[-1] == 1
+
     def test_not_again_while_the_last_ones_are_still_starting(self) -> None:
         run = Run(start_s=100)
         assert run.seconds(60, Wish(number=2))[-1] == 2

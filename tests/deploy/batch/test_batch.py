@@ -149,6 +149,22 @@ def test_failures_stay_unless_they_are_to_be_tried_again(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+def test_who_leads_elsewhere_and_who_may_read_stay_so_where_failures_are_tried_again(tmp_path: Path) -> None:
+    door = Door()
+    requests = write(tmp_path / "in", request("a"))
+    (tmp_path / "disk").mkdir()
+    there, out = tmp_path / "disk" / "results", tmp_path / "out"
+    there.touch(mode=0o600)
+    out.symlink_to(there)
+    door.service.fail_after = 1
+    run(httpx.ASGITransport(door.app), requests, out)
+    door.service.fail_after = None
+    run(httpx.ASGITransport(door.app), requests, out, drop_failures=True)
+    assert out.is_symlink()
+    assert there.stat().st_mode & 0o777 == 0o600
+    assert [result["response"]["status_code"] for result in results_of(there)] == [200]
+
+
 def answers(*given: httpx.Response | Exception) -> httpx.MockTransport:
     """A server that gives these answers, the last one again and again."""
     remaining = list(given)

@@ -149,6 +149,10 @@ def test_mistakes(tmp_path: Path, config: Path) -> None:
     for arguments, message in (
         ((tmp_path / "pipe", out), "which is read but once"),
         ((tmp_path / "none", out), "none cannot be read"),
+        ((requests, out, "-k", 3), "--num-speculative-tokens is for an engine in this process"),
+        ((requests, out, "--dtype", "bfloat16", "--url", "http://a"), "--dtype is for an engine in this"),
+        ((requests, out, "--draft", tmp_path), "--draft is for an engine in this process"),
+        ((requests, out, "--timeout", "inf"), "--timeout: give a number of seconds"),
         ((requests, requests), "give another one"),
         ((requests, tmp_path / "no" / "out"), "cannot be written"),
         ((requests, tmp_path / "pipe"), "is a pipe or a device"),

@@ -129,6 +129,8 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--extra-body", '{"stop": "\\ud83d"}'), "--extra-body: is not JSON"),
         (("--prompts", halves), f"--prompts: {halves}:2: is not JSON"),
         (("--json", tmp_path / "no" / "run.json"), "--json"),
+        (("--csv", tmp_path), f"--csv: {tmp_path} is a folder"),
+        (("--plot", tmp_path / "run.foo"), "has to end in one of"),
         (("--duration", 0.001, "--rate", 0.001), "no request arrives"),
         (("--vocab-size", 100, "--endpoint", "chat"), "--vocab-size"),
     ):

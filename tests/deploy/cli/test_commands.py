@@ -243,6 +243,8 @@ def test_mistakes_in_options(
     assert "holds no prompt" in user_error("bench", "offline", "-c", config, "--prompts", _empty(tmp_path))
     unwritable = user_error("bench", "offline", "-c", config, "--json", tmp_path / "no" / "results.json")
     assert "cannot be written" in unwritable
+    folder = user_error("bench", "offline", "-c", config, "--json", tmp_path)
+    assert f"--json: {tmp_path} is a folder" in folder
     assert "loading" not in unwritable, "it is said before anything is measured"
     assert "nowhere.yaml does not exist" in user_error("generate", "a", "-c", "nowhere.yaml")
     monkeypatch.chdir(tmp_path)

@@ -87,11 +87,13 @@ def test_a_request_of_no_page_is_served_as_ever() -> None:
     assert door_of(SITE).post("/v1/completions", {"prompt": "abc"}, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://door:81", "http://door.evil"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:81", "http://127.0.0.2", "http://[::1"]
+)
 def test_without_keys_pages_of_other_sites_start_nothing(origin: str) -> None:
     """A browser sends text without asking first; that the page cannot read the answer helps nobody."""
     door = Door()
-    headers = {"Origin": origin, "Content-Type": "text/plain"}
+    headers = {"Origin": origin, "Content-Type": "text/plain", "Host": "127.0.0.1"}
     answer = door.post("/v1/completions", content=b'{"prompt": "abc"}', headers=headers)
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "origin_not_allowed"
@@ -104,17 +106,33 @@ def test_without_keys_pages_of_other_sites_start_nothing(origin: str) -> None:
     ("allowed", "headers"),
     [
         ((), {}),
-        ((), {"Origin": "http://door"}),
-        ((), {"Origin": "https://llm.example", "X-Forwarded-Host": "LLM.example"}),
-        ((), {"Origin": "https://llm.example", "X-Forwarded-Host": "llm.example, inner.example"}),
-        ((), {"Origin": "https://llm.example", "Sec-Fetch-Site": "same-origin"}),
+        ((), {"Origin": "http://localhost:8000", "Host": "localhost:8000"}),
+        ((), {"Origin": "http://127.0.0.1:8000", "Host": "127.0.0.1:8000"}),
+        ((), {"Origin": "http://[::1]:8000", "Host": "[::1]:8000"}),
+        ((), {"Origin": "https://10.0.0.7", "X-Forwarded-Host": "10.0.0.7"}),
+        ((), {"Origin": "https://10.0.0.7", "X-Forwarded-Host": "10.0.0.7, inner.example"}),
+        ((), {"Origin": "https://10.0.0.7", "Sec-Fetch-Site": "same-origin"}),
         ((SITE,), {"Origin": SITE}),
+        ((SITE,), {"Origin": SITE, "Host": "chat.example.com", "Sec-Fetch-Site": "same-origin"}),
         (("*",), {"Origin": "null"}),
     ],
 )
 def test_without_keys_others_are_served(allowed: tuple[str, ...], headers: dict[str, str]) -> None:
     door = Door(settings=DoorSettings(allowed_origins=allowed))
     assert door.post("/v1/completions", {"prompt": "abc"}, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Sec-Fetch-Site": "same-origin"}, {}, {"X-Forwarded-Host": "evil.example:8000"}]
+)
+def test_without_keys_a_name_that_leads_here_for_a_moment_starts_nothing(headers: dict[str, str]) -> None:
+    """The page was read from another place of the same name: for its browser this server is its own."""
+    door = Door()
+    own = {"Origin": "http://evil.example:8000", "Host": "evil.example:8000"}
+    answer = door.post("/v1/completions", {"prompt": "abc"}, headers={**own, **headers})
+    assert answer.status_code == 403
+    assert "http.allowed_origins" in answer.json()["error"]["message"]
+    assert not door.service.requests
 
 
 def test_the_configuration_reaches_the_door() -> None:

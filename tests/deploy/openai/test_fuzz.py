@@ -16,7 +16,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import schemathesis
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -100,6 +100,29 @@ def test_other_routes_answer_as_documented(case: Case) -> None:
 @repeatable(MANY)
 def test_thousands_of_bodies_are_answered_as_documented(case: Case) -> None:
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        ("CompletionBody", {"stop": None, "temperature": None, "n": None, "logit_bias": None}),
+        ("CompletionBody", {"user": "me", "suffix": None, "stream_options": None, "store": True}),
+        ("ChatBody", {"tools": None, "service_tier": "auto", "response_format": {"type": "text"}}),
+        ("ChatBody", {"functions": [], "reasoning_effort": "none"}),
+    ],
+)
+def test_what_is_taken_and_means_nothing_is_in_the_document(schema: str, body: dict[str, Any]) -> None:
+    """Gateways check by it."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call], "audio": None}]
+    is_chat = schema == "ChatBody"
+    body = body | ({"messages": messages} if is_chat else {"prompt": "x"})
+    described = {"$ref": f"#/components/schemas/{schema}", "components": openapi_document()["components"]}
+    Draft202012Validator(described).validate(body)
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    assert door.post(path, body).status_code == 200
+    with pytest.raises(ValidationError):
+        Draft202012Validator(described).validate(body | {"use_beam_search": True})
 
 
 def test_the_document_is_a_valid_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.series import CLUSTER_SERIES
 from deploy.openai.metrics import PREFIX, ChoiceTimer, DoorMetrics, render, without_doors
+from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.errors import NotReadyError
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import FinishReason, RequestOutput, RequestStats
@@ -143,3 +145,44 @@ def test_no_numbers_are_better_than_those_of_one_door_of_several() -> None:
     answer = Door(Unheard()).get("/metrics")
     assert answer.status_code == 503
     assert "not all ingresses" in error_of(answer)["message"]
+
+
+class Hanging(ScriptedService):
+    """Of a door whose target groups take their time."""
+
+    async def metrics(self) -> Mapping[str, float]:
+        await asyncio.Event().wait()
+        return {}
+
+
+def test_nor_does_a_scrape_that_takes_too_long_bring_the_numbers_of_one_door(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploy.openai.app._METRICS_TIMEOUT_S", 0.05)
+    answer = Door(Hanging()).get("/metrics")
+    assert answer.status_code == 503
+    assert "within 0.05 s" in error_of(answer)["message"]
+
+
+def test_the_time_to_the_first_token_begins_when_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts wait for the tokenizer."""
+    door = Door()
+    encode = HuggingFaceTokenizer.encode
+
+    async def late(self: HuggingFaceTokenizer, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        await asyncio.sleep(0.3)
+        return await encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(HuggingFaceTokenizer, "encode", late)
+    slo = {"ttft_ms": 5000, "itl_ms": 50}
+    for stream in (False, True):
+        assert door.complete(stream=stream, slo=slo).status_code == 200
+    text = door.get("/metrics").text
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        (value,) = re.findall(rf"^{PREFIX}{name}_sum (\S+)$", text, re.MULTILINE)
+        assert float(value) >= 0.6
+    for request in door.service.requests:
+        assert request.slo is not None
+        assert request.slo.ttft_ms is not None
+        assert request.slo.ttft_ms <= 4700
+        assert request.slo.itl_ms == 50

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from deploy.openai.protocol import ChatMessage
 from deploy.openai.settings import DoorSettings
+from deploy.openai.tokenization import HuggingFaceTokenizer, TokenText
+from specdec.core.outputs import FinishReason, RequestOutput, TokenLogprobs
+from specdec.core.request import Request
 from specdec.sampling.noise import choice_seed
 from tests.deploy.openai.fakes import DESCRIPTION, PIECES, Door, ScriptedService, error_of, events_of
 from tests.deploy.openai.live import live_server
@@ -253,6 +259,89 @@ def test_chat_logprobs(door: Door) -> None:
         ],
     }
     assert door.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+@dataclass
+class Scoring(ScriptedService):
+    """Of a target that scores prompts, of which every token has the same two alternatives."""
+
+    def _output(
+        self, request: Request, index: int, text: str, finish_reason: FinishReason | None
+    ) -> RequestOutput:
+        output = super()._output(request, index, text, finish_reason)
+        if index or request.params.prompt_logprobs is None:
+            return output
+        top = ((7, -1.0), (8, -2.0))[: request.params.prompt_logprobs]
+        scored = (TokenLogprobs(7, -1.0, top),) * (len(request.prompt_token_ids) - 1)
+        return msgspec.structs.replace(output, prompt_logprobs=scored)
+
+
+LONG = [5] * 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_prompts", [1, 4])
+def test_many_logprobs_are_shaped_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, *, stream: bool, num_prompts: int
+) -> None:
+    """There everything would wait for them: other streams, and the signs of life of the door."""
+    door = Door(Scoring())
+    threads: set[str] = set()
+    token_text = HuggingFaceTokenizer.token_text
+
+    def noting(self: HuggingFaceTokenizer, token_id: int) -> TokenText:
+        threads.add(threading.current_thread().name)
+        return token_text(self, token_id)
+
+    monkeypatch.setattr(HuggingFaceTokenizer, "token_text", noting)
+    fields: dict[str, Any] = {"max_tokens": 5, "logprobs": 2, "echo": True, "stream": stream}
+    monkeypatch.setattr("deploy.openai.app.INLINE_LOGPROBS", 1000)
+    monkeypatch.setattr("deploy.openai.streaming.INLINE_LOGPROBS", 500)
+    response = door.complete(prompt=[LONG] * num_prompts, **fields)
+    assert response.status_code == 200
+    is_beside = any(name.startswith("beside") for name in threads)
+    assert is_beside == (stream or num_prompts == 4)
+    if stream:
+        firsts = {data["choices"][0]["index"]: data["choices"][0] for _, data in events_of(response)[-2::-1]}
+        logprobs = [firsts[index]["logprobs"] for index in range(num_prompts)]
+    else:
+        assert is_beside == all(name.startswith("beside") for name in threads)
+        logprobs = [choice["logprobs"] for choice in response.json()["choices"]]
+    assert all(one["token_logprobs"][:200] == [None] + [-1.0] * 199 for one in logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "num_logprobs"),
+    [
+        ({"prompt_logprobs": 1}, "prompt_logprobs", 800),
+        ({"logprobs": 2, "echo": True}, "echo", 1200),
+        ({"logprobs": 2, "echo": True, "stream": True}, "echo", 1200),
+    ],
+)
+def test_more_logprobs_of_prompts_than_a_response_may_hold_are_refused_at_once(
+    fields: dict[str, Any], param: str, num_logprobs: int
+) -> None:
+    fields = {"prompt": [LONG, LONG], **fields}
+    most = DoorSettings(max_logprobs=num_logprobs + 2 * 5 * 3)  # with those that are generated
+    assert Door(Scoring(), most).complete(**fields).status_code == 200
+    door = Door(Scoring(), DoorSettings(max_logprobs=num_logprobs - 1))
+    refused = door.complete(**fields)
+    assert refused.status_code == 400
+    error = error_of(refused)
+    assert (error["code"], error["param"]) == ("output_too_large", param)
+    assert f"{num_logprobs} log-probabilities" in error["message"]
+    assert "http.max_logprobs" in error["message"]
+    assert door.service.requests == []
+
+
+def test_more_generated_logprobs_than_a_response_may_hold_end_it(door: Door) -> None:
+    """In a stream they are sent as they come."""
+    small = Door(settings=DoorSettings(max_logprobs=14))
+    assert small.complete(logprobs=2, stream=True).status_code == 200
+    refused = small.complete(logprobs=2)
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "output_too_large")
+    assert small.service.closed == [request.request_id for request in small.service.requests]
+    assert Door(settings=DoorSettings(max_logprobs=15)).complete(logprobs=2).status_code == 200
 
 
 def test_token_ids_and_metrics_on_request(door: Door) -> None:

@@ -535,6 +535,22 @@ def create(client: openai.OpenAI, parameters: Any, **fields: Any) -> Any:
     )
 
 
+def test_a_function_without_parameters_is_called_without_arguments(client: openai.OpenAI) -> None:
+    for parameters in (openai.omit, None):
+        function = {"name": "now"} | ({} if parameters is openai.omit else {"parameters": parameters})
+        (reply,) = client.chat.completions.create(
+            model="bytes",
+            messages=[{"role": "user", "content": "x"}],
+            tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+            tool_choice="required",
+            parallel_tool_calls=False,
+            seed=3,
+            max_completion_tokens=100,
+        ).choices
+        (call,) = reply.message.tool_calls or ()
+        assert json.loads(call.function.arguments) == {}
+
+
 def test_references_are_those_of_the_functions_schema(client: openai.OpenAI) -> None:
     num_checked = 0
     for seed in range(6):

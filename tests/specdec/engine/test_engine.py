@@ -485,6 +485,16 @@ class TestOverload:
         ended = {o.request_id: o.finish_reason for o in outputs_of(engine) if o.finish_reason}
         assert ended == {"first": "length", "moved": "length", "other": "length"}
 
+    def test_what_was_taken_in_elsewhere_is_taken_in_by_a_full_queue_and_has_its_turn(self) -> None:
+        engine = toy_engine(max_num_seqs=1, max_num_waiting=1)
+        for name in ("running", "waiting"):
+            engine.add_request(request(name))
+        with pytest.raises(CapacityError):  # control
+            engine.add_request(request("moved"))
+        engine.add_request(replace(request("moved"), was_admitted=True))
+        ended = [output.request_id for output in outputs_of(engine) if output.finish_reason]
+        assert ended == ["running", "waiting", "moved"]
+
     def test_a_newer_epoch_takes_the_place_of_the_older_in_a_full_queue(self) -> None:
         engine = toy_engine(max_num_seqs=1, max_num_waiting=1)
         engine.add_request(request("running"))

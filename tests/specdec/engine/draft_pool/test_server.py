@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from specdec.core.distributions import TokenDistribution
 from specdec.core.ids import RequestId
@@ -341,3 +342,23 @@ def test_leases_end_though_nobody_says_anything_any_more() -> None:
     assert bench.server.num_sequences == 0
     assert 60.0 < bench.network.clock.now_s() < 80.0
     assert proposer.sequences.num_held_blocks == 0
+
+
+def test_how_long_a_batch_is_at_work_can_be_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose thread hangs in it answers otherwise as if it served."""
+    runner = ToyRunner(MODEL)
+    bench = Bench(draft_model(runner))
+    forward, seen = runner.forward, []
+
+    def slow(*args: Any) -> torch.Tensor:
+        bench.network.clock.advance(130.0)
+        seen.append(bench.server.at_work_s)
+        return forward(*args)
+
+    monkeypatch.setattr(runner, "forward", slow)
+    assert bench.server.at_work_s == 0.0
+    bench.send(0, entry("a"))
+    bench.serve()
+    assert seen[0] == 130.0
+    bench.network.clock.advance(130.0)
+    assert bench.server.at_work_s == 0.0

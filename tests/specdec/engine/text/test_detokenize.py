@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -146,6 +147,30 @@ def test_special_tokens_that_only_the_backend_knows_do_not_show() -> None:
     assert "".join(pieces(tokenizer, [257, 0, 257])) == "the the"
 
 
+class _Python:
+    """A tokenizer without Rust behind it, which has 40 of its model's ids, as SentencePiece's do."""
+
+    all_special_ids: ClassVar = [39]
+    added_tokens_decoder: ClassVar = {39: "<end>"}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"t{token_id}": token_id for token_id in range(39)}
+
+    def decode(self, token_ids: Sequence[int], **options: bool) -> str:
+        assert options == {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        if not all(token_id < 40 for token_id in token_ids):
+            raise IndexError("piece id is out of range")
+        return "".join(f"t{one}" for one in token_ids if one != 39)
+
+
+def test_ids_that_a_tokenizer_without_backend_has_not_do_not_show() -> None:
+    """Models often have more, and sample them; in Rust they have no text either."""
+    tokenizer = HuggingFaceTokenizer(_Python())
+    assert tokenizer.decode([100]) == ""
+    assert tokenizer.decode([5, 100, 39, 6]) == "t5t6"
+    assert pieces(tokenizer, [7, 99, 8], prompt=[5, 100]) == ["t7", "", "t8", ""]
+
+
 def test_bytes_of_a_fallback_run_form_characters() -> None:
     tokenizer = sentencepiece_like()
     token_ids = [1 + byte for byte in "\u4f60\u597d".encode()]
@@ -223,16 +248,3 @@ def test_scanner_agrees_with_searching_the_whole(text: str, stops: list[str], cu
     groups = [text[low:high] for low, high in pairwise(borders)]
     if not ends:
         assert "".join(scan(StopScanner(stops, include_stop=False), groups)[0]) == text
-
-
-def test_hugging_face_tokenizer_without_backend() -> None:
-    class Slow:
-        all_special_ids = (0,)
-
-        def decode(self, token_ids: Sequence[int], **options: bool) -> str:
-            assert options == {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-            return "".join(chr(96 + token) for token in token_ids)
-
-    tokenizer = HuggingFaceTokenizer(Slow())
-    assert tokenizer.decode([1, 2]) == "ab"
-    assert tokenizer.decode([3]) == tokenizer.decode([3]) == "c"

@@ -633,6 +633,28 @@ def test_a_drafter_that_gets_slower(seed: int) -> None:
     assert world.run(controller, 600).rate >= FLOOR * plain
 
 
+@pytest.mark.parametrize("mode", mostly_full(MODES, ["ping_pong"]))
+@pytest.mark.parametrize("factor", mostly_full([16.0, 40.0], [16.0]))
+def test_a_drafter_that_was_slow_for_a_while(mode: OverlapMode, factor: float) -> None:
+    """It swapped, or others took its cores. What its steps take is asked again, though that would lose more
+    than anything else that is tried.
+    """
+    costs = COSTS["cpu"]
+    controller = controller_of(profile_of(costs), (mode,))
+    world = world_of(costs, 8)
+    world.run(controller, 500)
+    before = world.run(controller, 200).rate
+    plain = fixed_rates("cpu", 8, 128, 0.8, ("lockstep",))["lockstep", 0]
+    world.costs = replace(costs, draft=lambda n, c: factor * costs.draft(n, c))
+    world.run(controller, 100)
+    assert world.run(controller, 2000).rate >= FLOOR * plain
+    world.costs = costs
+    for _ in range(60):
+        if world.run(controller, 500).rate >= 0.9 * before:
+            break
+    assert world.run(controller, 300).rate >= 0.9 * before
+
+
 # ------------------------------------------------------------------------------------- its own time
 
 

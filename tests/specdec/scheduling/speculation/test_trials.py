@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from specdec.scheduling.speculation.trials import TrialLength, Trials
+from specdec.scheduling.speculation.trials import Trial, TrialLength, Trials
 
 LENGTH = TrialLength(3, 24)
 ROUND_S = 0.01
@@ -235,3 +235,22 @@ def test_it_is_known_how_many_rounds_are_left() -> None:
     for left in range(LENGTH.most, 0, -1):
         assert trials.num_rounds_left == left
         assert trials.note_round(ROUND_S, -0.1 * ROUND_S) is (left == 1)
+
+
+@pytest.mark.parametrize("trial", ["probing", "auditing", "comparing"])
+def test_what_is_thought_much_worse_is_tried_in_the_end_too(trial: Trial) -> None:
+    """Drafts that were slow for a while, say. It loses no more than its share of the time all the same."""
+    loss_s, share = 100 * ROUND_S, 0.05
+    trials = Trials(share)
+    first = 0
+    while trials.current is None and first < 100_000:
+        trials.note_round(ROUND_S, 0.0)
+        trials.begin(trial, LENGTH, loss_s)
+        first += 1
+    assert trials.current == trial
+    assert loss_s <= share * first * ROUND_S + 4 * ROUND_S
+    while not trials.note_round(101 * ROUND_S, loss_s):
+        pass
+    for _ in range(1000):  # nothing more is put aside than without such a trial
+        trials.note_round(ROUND_S, 0.0)
+    assert max(trials._allowances.values()) <= 64 * ROUND_S * (1 + 1e-9)
