@@ -63,15 +63,20 @@ def _capped(
     attention_mask: torch.Tensor | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Attention [B, T, heads, D] of scaled queries [B, heads, T, D] with scores of at most ``softcap``."""
+    """Attention [B, T, heads, D] of scaled queries [B, heads, T, D] with scores of at most ``softcap``.
+
+    As elsewhere in transformers, inputs of several positions without a mask are the first of their text, and
+    behind the keys of these stands what a cache has not been given yet.
+    """
     batch, heads, length, size = query.shape
     kv_heads, num_keys = key.shape[1:3]
     if attention_mask is None:
-        whole = torch.ones((length, num_keys), dtype=torch.bool, device=query.device)
-        attention_mask = whole.tril(num_keys - length)[None, None]
+        seen = torch.ones((length, num_keys), dtype=torch.bool, device=query.device)
+        attention_mask = (seen.tril() if length > 1 else seen)[None, None]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, length, size)
     scores = softcap * torch.tanh(grouped @ key[:, :, None].transpose(3, 4) / softcap)
-    scores = scores.masked_fill(~attention_mask[:, :, None], float("-inf"))
+    # Padding sees nothing. Infinities would make it no number, and with its values all that is near it.
+    scores = scores.masked_fill(~attention_mask[:, :, None], torch.finfo(scores.dtype).min)
     output = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value[:, :, None]
     return output.reshape(batch, heads, length, size).transpose(1, 2).contiguous()
 
@@ -82,7 +87,10 @@ AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
 
 @contextmanager
 def _decoding(model: LlamaForCausalLM) -> Iterator[None]:
-    """Use the decoding attention for a while."""
+    """Use the decoding attention for a while, in models that leave theirs to others: Falcon does not."""
+    if not model.is_backend_compatible():
+        yield
+        return
     previous = model.config._attn_implementation
     model.config._attn_implementation = _ATTENTION
     try:

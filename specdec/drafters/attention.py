@@ -96,9 +96,9 @@ def drafter_attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function in the signature of `transformers`; [1 or B, H, T, D] -> [1 or B, T, H, D]."""
+    if sliding_window is None:
+        sliding_window = _window_by_type(module)
     if not isinstance(paged, RowAttention):
-        if sliding_window is None:
-            sliding_window = _window_by_type(module)
         return paged_attention(
             module,
             query,

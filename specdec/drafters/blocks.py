@@ -37,16 +37,23 @@ class BlockFamily:
     """Positions [B, T] turn by the same angles, whatever else is in the batch."""
 
     def make_layer(self, layer_idx: int) -> nn.Module:
-        """Return a decoder layer with random weights; `layer_idx` names its K/V."""
+        """Return a decoder layer with random weights; `layer_idx` names its K/V.
+
+        Raises:
+            CheckpointError: layers of this kind of model are not made so.
+        """
         make: Any = self.layer
-        made: nn.Module = make(self.config, layer_idx=layer_idx)
+        try:
+            made: nn.Module = make(self.config, layer_idx=layer_idx)
+        except (AttributeError, TypeError, KeyError, IndexError) as error:
+            raise _not_usable(self.config, "decoder layers", error) from error
         return made
 
     def make_norm(self, size: int | None = None) -> nn.Module:
         """Return a norm over `size` features, all of the hidden state by default.
 
         Raises:
-            CheckpointError: norms of this kind of model are no RMS norms.
+            CheckpointError: norms of this kind of model are no RMS norms, or have no size.
         """
         eps = getattr(self.config, "rms_norm_eps", None)
         if eps is None:
@@ -55,8 +62,18 @@ class BlockFamily:
                 "are no RMS norms; models like llama, mistral, qwen2 and qwen3 can be used"
             )
         make: Any = self.norm
-        made: nn.Module = make(self.config.hidden_size if size is None else size, eps=eps)
+        try:
+            made: nn.Module = make(self.config.hidden_size if size is None else size, eps=eps)
+        except (AttributeError, TypeError, KeyError, IndexError) as error:
+            raise _not_usable(self.config, "norms", error) from error
         return made
+
+
+def _not_usable(config: PretrainedConfig, what: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"no drafter can be made of {what} of model type {config.model_type!r}: {error}; models like llama, "
+        "mistral, qwen2 and qwen3 can be used"
+    )
 
 
 def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
@@ -68,15 +85,14 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
     config = copy.deepcopy(config)
     config._attn_implementation = DRAFTER_ATTENTION
     _check_rotary(config)
+    for name, values in _by_layer(config).items():
+        # Modules behind the last layer are of its kind: a mixture's have experts.
+        setattr(config, name, [*values, *values[-1:] * (num_layers - len(values))])
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         kinds = list(kinds)
         config.num_hidden_layers = max(num_layers, len(kinds))
         config.layer_types = kinds + ["full_attention"] * (num_layers - len(kinds))
-    mlp_kinds = getattr(config, "mlp_layer_types", None)
-    if mlp_kinds:
-        # Modules behind the last layer are of its kind: a mixture's have experts.
-        config.mlp_layer_types = [*mlp_kinds, *mlp_kinds[-1:] * (num_layers - len(mlp_kinds))]
     one_layer = copy.deepcopy(config)
     if kinds is not None:
         one_layer.layer_types = ["full_attention"]
@@ -89,12 +105,20 @@ def block_family(config: PretrainedConfig, num_layers: int) -> BlockFamily:
         layer, norm, rotary = type(model.layers[0]), type(model.norm), type(model.rotary_emb)
         rotary = rotary(config)
     except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-        raise CheckpointError(
-            f"no drafter can be made of layers of model type {config.model_type!r}: {error}; models like "
-            "llama, mistral, qwen2 and qwen3 can be used"
-        ) from error
+        raise _not_usable(config, "layers", error) from error
     _turn_by_position_alone(rotary)
     return BlockFamily(config=config, layer=layer, norm=norm, rotary=rotary)
+
+
+def _by_layer(config: PretrainedConfig) -> dict[str, list[Any]]:
+    """Return the keys that have an entry for each layer, but for the kinds of attention."""
+    return {
+        name: list(values)
+        for name, values in vars(config).items()
+        if name != "layer_types"
+        and isinstance(values, list | tuple)
+        and len(values) == getattr(config, "num_hidden_layers", None)
+    }
 
 
 def _check_rotary(config: PretrainedConfig) -> None:

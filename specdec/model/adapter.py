@@ -29,7 +29,18 @@ BASE_REVISION_KEY = "drafthouse_base_revision"
 """Key of adapter_config.json: `revision_of` the base model. Adapters from elsewhere do not have it."""
 
 _TENSOR = re.compile(r"^base_model\.model\.(.+)\.lora_([AB])\.weight$")
-_UNSUPPORTED = ("modules_to_save", "rank_pattern", "alpha_pattern", "use_dora", "fan_in_fan_out")
+_UNSUPPORTED = (
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "use_dora",
+    "fan_in_fan_out",
+    "alora_invocation_tokens",  # added behind these tokens alone
+    "layer_replication",  # to layers that the base does not have
+)
+_ON_ANOTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights`, or what they begin with, by which peft changes the base before training: an
+adapter is added to that, not to the model that the base's folder holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +160,14 @@ def _read_config(file: Path) -> dict[str, Any]:
     for key in _UNSUPPORTED:
         if config.get(key):
             raise CheckpointError(f"{file}: {key} is {config[key]!r}; adapters with that cannot be merged")
+    begun_as = config.get("init_lora_weights")
+    if isinstance(begun_as, str) and begun_as.lower().startswith(_ON_ANOTHER_BASE):
+        raise CheckpointError(
+            f"{file}: init_lora_weights is {begun_as!r}, with which peft changes the base before training: "
+            "the adapter is not for the base as it was. Merge it with peft, or let peft save it as one that "
+            "is (path_initial_model_for_weight_conversion of save_pretrained), where init_lora_weights "
+            "becomes true"
+        )
     return config
 
 

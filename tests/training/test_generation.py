@@ -7,7 +7,15 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from training.generation import grouped_decode_attention, sample, text_length, write_rows
+from tests.architectures import VARIED_ARCHITECTURES, make_model
+from training.generation import (
+    grouped_decode_attention,
+    gumbel_noise,
+    noisy_choice,
+    sample,
+    text_length,
+    write_rows,
+)
 
 HEADS, KV_HEADS, SIZE, SCALING = 4, 2, 8, 0.3
 
@@ -47,6 +55,29 @@ def test_attention_is_what_it_says(length: int, is_masked: bool, softcap: float 
         assert not torch.allclose(got, plainly(query, key, value, seen, None), atol=1e-3) or num_keys == 1
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_without_a_mask_a_prompt_sees_nothing_of_an_empty_cache(softcap: float | None) -> None:
+    """A cache that is made for all of a text has room behind its prompt."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn((2, HEADS, 5, SIZE), generator=generator)
+    key, value = torch.randn((2, 2, KV_HEADS, 9, SIZE), generator=generator)
+    seen = torch.ones((5, 9), dtype=torch.bool).tril()[None, None]
+    got, _ = grouped_decode_attention(nn.Identity(), query, key, value, None, SCALING, softcap=softcap)
+    torch.testing.assert_close(got, plainly(query, key, value, seen, softcap), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_padding_is_made_of_numbers(softcap: float | None, dtype: torch.dtype) -> None:
+    """Its keys are masked everywhere, and a value that is none would count nevertheless."""
+    seen = torch.ones((5, 5), dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    seen[1, :, :, :3] = False
+    query = torch.ones((2, HEADS, 5, SIZE), dtype=dtype)
+    key = value = torch.ones((2, KV_HEADS, 5, SIZE), dtype=dtype)
+    got, _ = grouped_decode_attention(nn.Identity(), query, key, value, seen, SCALING, softcap=softcap)
+    assert bool(got.isfinite().all())
+
+
 def test_a_text_is_as_long_as_up_to_its_first_end() -> None:
     assert text_length([5, 6, 0, 7, 0], {0}) == 3
     assert text_length([0, 6], {0, 6}) == 1
@@ -63,6 +94,25 @@ def small(tiny_config: LlamaConfig) -> LlamaForCausalLM:
             if parameter.ndim == 2:
                 parameter.mul_(8.0)
     return model
+
+
+@pytest.mark.parametrize("second", [[*range(30, 44)], [40, 7, 9]], ids=["even", "ragged"])
+@pytest.mark.parametrize("architecture", VARIED_ARCHITECTURES)
+@torch.no_grad()
+def test_what_is_sampled_is_what_a_forward_over_all_of_a_text_says(
+    architecture: str, second: list[int]
+) -> None:
+    model = make_model(architecture, spread=8.0)  # what it attends to decides
+    if model._supports_sdpa:  # which it is loaded with then
+        model.set_attn_implementation("sdpa")
+    prompts = [[*range(5, 19)], [*range(60, 74)], [*range(90, 104)], second]
+    heats = torch.tensor([0.7, 0.0, 0.7, 0.0])
+    said = sample(model, prompts, num_tokens=10, temperatures=heats, seed=3)  # type: ignore[arg-type]
+    for row, (prompt, tokens) in enumerate(zip(prompts, said, strict=True)):
+        text = torch.tensor([*prompt, *tokens])[None]
+        logits = model(text, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        noise = torch.cat([gumbel_noise(3, step, 4, logits.shape[-1])[row, None] for step in range(10)])
+        assert tokens.tolist() == noisy_choice(logits, heats[row].expand(10), noise).tolist()
 
 
 BEGINNINGS = torch.arange(6, 54).reshape(4, 3, 4)

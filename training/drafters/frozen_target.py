@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from specdec.attention.hf import UnsupportedAttention
 from specdec.core.errors import ConfigError
-from specdec.drafters.base import TargetParts
+from specdec.drafters.base import Drafter, TargetParts
 from training.drafters.acceptance import evaluate_acceptance
 from training.drafters.capture import Capture, KeptStates
 from training.drafters.groundwork import Groundwork
-from training.drafters.methods import Training, make_training
+from training.drafters.methods import Training, make_training, require_whole_rows
 from training.drafters.objectives import TargetRows
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
@@ -30,11 +31,12 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
         ConfigError: an option, a file of data, or the recipe for this target is wrong.
         CheckpointError: the target cannot be read.
     """
-    ground = Groundwork.lay(recipe, options)
+    ground = Groundwork.lay(recipe, options, check=partial(_require_trainable, recipe))
     counts = torch.bincount(ground.rows.tokens.flatten())
     training = make_training(recipe, TargetParts.of(ground.model), counts)
     if options.start_from is not None:
         start_from(training, options.start_from, allow_pickled=options.allow_pickled_weights)
+        require_whole_rows(training.drafter, recipe)
     capture = Capture(ground.model, training.drafter.hidden_layers)
     drafter = training.drafter.to(ground.model.device)
     run = ground.begin_run(
@@ -43,25 +45,38 @@ def train_beside_target(recipe: DrafterRecipe, options: TrainOptions) -> dict[st
     )
     # Without dropout, which a target's layers may have: what it draws is in no checkpoint.
     drafter.eval()
-    try:
-        run.run(_steps(ground, training, capture, ground.kept_states(capture), run))
-    except UnsupportedAttention as error:
-        raise ConfigError(f"{recipe.method} cannot be trained for this target: {error}") from error
+    run.run(_steps(ground, training, capture, ground.kept_states(capture), run))
     with stored_as(drafter, getattr(torch, options.stored_dtype)):
         training.save(options.out, str(options.target), options.layout)
     acceptance: dict[str, Any] = {}
     if options.eval_texts:
         console.print("measuring acceptance")
-        acceptance = evaluate_acceptance(
+        acceptance = _acceptance(ground, capture, drafter)
+    return ground.report(run, sum(parameter.numel() for parameter in drafter.parameters()), acceptance)
+
+
+def _require_trainable(recipe: DrafterRecipe, target: TargetParts) -> None:
+    """Make the drafter and let go of it: what it is refused for is known only then."""
+    with torch.random.fork_rng(devices=[]):  # what is trained later begins with what is drawn next
+        make_training(recipe, target, torch.zeros(0, dtype=torch.int64))
+
+
+def _acceptance(ground: Groundwork, capture: Capture, drafter: Drafter) -> dict[str, Any]:
+    try:
+        return evaluate_acceptance(
             capture,
             drafter,
             ground.excerpts(),
             num_generated=ground.num_evaluated,
-            num_drafted=recipe.depth,
+            num_drafted=ground.recipe.depth,
             ends=ground.ends,
-            seed=recipe.seed,
+            seed=ground.recipe.seed,
         )
-    return ground.report(run, sum(parameter.numel() for parameter in drafter.parameters()), acceptance)
+    except UnsupportedAttention as error:
+        raise ConfigError(
+            f"the drafter is in {ground.options.out}; its acceptance cannot be measured on texts so long: "
+            f"{error}: give --eval-texts 0"
+        ) from error
 
 
 def _steps(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -65,8 +65,18 @@ class Groundwork:
     held_out: list[np.ndarray]
 
     @classmethod
-    def lay(cls, recipe: DrafterRecipe, options: TrainOptions, *, trains_target: bool = False) -> Groundwork:
+    def lay(
+        cls,
+        recipe: DrafterRecipe,
+        options: TrainOptions,
+        *,
+        trains_target: bool = False,
+        check: Callable[[TargetParts], None] | None = None,
+    ) -> Groundwork:
         """Load the target (in float32 where its own weights are to move) and cut the data into rows.
+
+        ``check`` refuses targets that the recipe is not for: it is called before the data are read, and
+        before the target writes samples, which may take hours.
 
         Raises:
             ConfigError: an option or a file of data is wrong.
@@ -87,6 +97,8 @@ class Groundwork:
         )
         model = load_frozen(options.target, dtype, device)
         _require_positions(model, recipe)
+        if check is not None:
+            check(TargetParts.of(model))
         tokenizer = load_tokenizer(options.target)
         lead, separator = leading_ids(tokenizer), _separator(tokenizer, model)
         ends = eos_token_ids_of(checkpoint, model.config)

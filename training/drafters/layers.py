@@ -12,6 +12,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from specdec.core.errors import ConfigError
 from specdec.drafters.base import TargetParts
+from specdec.model.layer_values import layer_values
 
 _DEFAULT_RANGE = 0.02
 """transformers' own, of models whose configuration has no `initializer_range`."""
@@ -32,11 +33,11 @@ def llama_layers(target: TargetParts, num_layers: int) -> PretrainedConfig:
         return LlamaConfig(
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
-            intermediate_size=getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+            intermediate_size=_of_first_layer(config, "intermediate_size") or 4 * target.hidden_size,
             num_hidden_layers=num_layers,
             num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=getattr(config, "num_key_value_heads", None),
-            head_dim=getattr(config, "head_dim", None),
+            num_key_value_heads=_of_first_layer(config, "num_key_value_heads"),
+            head_dim=_of_first_layer(config, "head_dim"),
             max_position_embeddings=config.max_position_embeddings,
             initializer_range=_initializer_range(config),
             rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
@@ -51,6 +52,11 @@ def llama_layers(target: TargetParts, num_layers: int) -> PretrainedConfig:
             f"no head can be made for a target of model type {config.model_type!r}, for it is made of layers "
             f"of a Llama of the target's sizes: {str(cause or error).splitlines()[0]}"
         ) from error
+
+
+def _of_first_layer(config: Any, name: str) -> Any:
+    """Return the value of a key that layers may have for themselves (Gemma 4); None where nobody has it."""
+    return next(iter(layer_values(config, name)), None)
 
 
 def _rope(config: Any) -> dict[str, Any] | None:

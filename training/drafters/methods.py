@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from specdec.core.errors import ConfigError
-from specdec.drafters.base import Drafter, TargetParts
+from specdec.drafters.base import Drafter, FeatureDrafter, HeadsDrafter, TargetParts
 from specdec.drafters.checkpoints.eagle import save_eagle
 from specdec.drafters.checkpoints.eagle3 import save_eagle3
 from specdec.drafters.checkpoints.hydra import save_hydra
@@ -240,8 +240,33 @@ def make_training(recipe: DrafterRecipe, target: TargetParts, counts: torch.Tens
         CheckpointError: decoder layers like the target's cannot be used one by one.
     """
     training = _METHODS[recipe.method](recipe, target, counts)
+    require_whole_rows(training.drafter, recipe)
     draw_what_is_unset(training.drafter, target.config)
     return training
+
+
+def require_whole_rows(drafter: Drafter, recipe: DrafterRecipe) -> None:
+    """Check that layers of a drafter attend to rows in training as they do when they draft.
+
+    Raises:
+        ConfigError: they cap their scores, or rows are longer than what they attend to.
+    """
+    if not isinstance(drafter, FeatureDrafter | HeadsDrafter):
+        return
+    # The last position has no token behind it, which features are read with.
+    length = recipe.row_length - 1 if isinstance(drafter, FeatureDrafter) else recipe.row_length
+    for layer in drafter.attention_layers:
+        if layer.softcap is not None:
+            raise ConfigError(
+                f"{recipe.method} cannot be trained for this target: softcap ({layer.softcap:g}) of the "
+                "attention of its layers is not trained with"
+            )
+        if layer.sliding_window is not None and layer.sliding_window < length:
+            raise ConfigError(
+                f"{recipe.method} cannot be trained for this target with --row-length {recipe.row_length}: "
+                f"its layers attend to {layer.sliding_window} positions (sliding_window), and in training to "
+                f"all before: give at most {layer.sliding_window + recipe.row_length - length}"
+            )
 
 
 def _require_same_layers(wanted: PretrainedConfig, found: PretrainedConfig) -> None:

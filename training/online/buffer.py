@@ -18,6 +18,26 @@ def is_held_back(text: LearnableText, share: float) -> bool:
     return extend_prefix_hash(EMPTY_PREFIX, prompt) < share * 2**64
 
 
+class KeptText(LearnableText, frozen=True):
+    """A text without what is never read of it: of a long prompt the end is."""
+
+    num_before: int
+    """Tokens that stood before these."""
+
+    @classmethod
+    def of(cls, text: LearnableText, max_text_tokens: int) -> KeptText:
+        """Keep what parts of `max_text_tokens` tokens begin with that end with a generated one."""
+        num_before = max(0, text.num_prompt_tokens + 1 - max_text_tokens)
+        return cls(
+            owner=text.owner,
+            token_ids=text.token_ids[num_before:],
+            num_prompt_tokens=text.num_prompt_tokens - num_before,
+            params=text.params,
+            seed=text.seed,
+            num_before=num_before,
+        )
+
+
 def num_judged(text: LearnableText, max_text_tokens: int) -> int:
     """Return how many tokens of a text a trial scores.
 
@@ -32,10 +52,10 @@ class _Side:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.num_tokens = 0
-        self.by_owner: dict[str | None, deque[LearnableText]] = {}
+        self.by_owner: dict[str | None, deque[KeptText]] = {}
         self._tokens_of: Counter[str | None] = Counter()
 
-    def add(self, text: LearnableText) -> int:
+    def add(self, text: KeptText) -> int:
         """Add a text; return how many tokens gave way.
 
         One that is longer than all that may be held would drive out all others, and then itself.
@@ -54,11 +74,11 @@ class _Side:
             num_dropped += len(oldest.token_ids)
         return num_dropped
 
-    def _count(self, text: LearnableText, num_tokens: int) -> None:
+    def _count(self, text: KeptText, num_tokens: int) -> None:
         self.num_tokens += num_tokens
         self._tokens_of[text.owner] += num_tokens
 
-    def newest(self) -> Iterator[LearnableText]:
+    def newest(self) -> Iterator[KeptText]:
         """The newest of every owner, then the next of every owner, and so on."""
         turns = itertools.zip_longest(*(reversed(texts) for texts in self.by_owner.values()))
         return (text for turn in turns for text in turn if text is not None)
@@ -96,9 +116,10 @@ class TextBuffer:
             return
         is_judge = is_held_back(text, self._config.held_back_share)
         side = self._held_back if is_judge else self._to_train_on
-        self.counters["online_tokens_buffered"] += len(text.token_ids)
-        self.counters["online_tokens_dropped"] += side.add(text)
-        is_new = not is_judge and len(text.token_ids) <= side.max_tokens
+        kept = KeptText.of(text, self._config.max_text_tokens)
+        self.counters["online_tokens_buffered"] += len(kept.token_ids)
+        self.counters["online_tokens_dropped"] += side.add(kept)
+        is_new = not is_judge and len(kept.token_ids) <= side.max_tokens
         self.num_new_tokens += text.num_generated if is_new else 0
 
     def has_enough(self) -> bool:
@@ -112,14 +133,14 @@ class TextBuffer:
         """Count new tokens from here on."""
         self.num_new_tokens = 0
 
-    def draw(self, rng: random.Random) -> LearnableText:
+    def draw(self, rng: random.Random) -> KeptText:
         """Return a text to train on, each owner's as likely as another's."""
         owner = rng.choice(list(self._to_train_on.by_owner))
         return rng.choice(self._to_train_on.by_owner[owner])
 
-    def held_back(self, num_tokens: int) -> list[LearnableText]:
+    def held_back(self, num_tokens: int) -> list[KeptText]:
         """Return texts to judge by, the newest, with so many tokens to score if there are so many."""
-        texts: list[LearnableText] = []
+        texts: list[KeptText] = []
         for text in self._held_back.newest():
             if num_tokens <= 0:
                 break
@@ -127,5 +148,5 @@ class TextBuffer:
             num_tokens -= self._num_judged(text)
         return texts
 
-    def _num_judged(self, text: LearnableText) -> int:
+    def _num_judged(self, text: KeptText) -> int:
         return num_judged(text, self._config.max_text_tokens)

@@ -22,7 +22,7 @@ def load_trainer(config: EngineConfig) -> OnlineTrainer:
     speculative = config.speculative_config
     assert speculative.online is not None
     checkpoint = draft_checkpoint(config)
-    model = load_whole_model(Path(checkpoint.folder), torch.float32, attn_implementation="sdpa")
+    model = load_whole_model(Path(checkpoint.folder), torch.float32)
     sampler = Sampler(speculative.compile.cache_dir)
     sampler.warm_up()
     return OnlineTrainer(
@@ -31,4 +31,5 @@ def load_trainer(config: EngineConfig) -> OnlineTrainer:
         sampler,
         vocab_size=checkpoint.vocab_size,
         served_dtype=getattr(torch, checkpoint.dtype),
+        num_positions=speculative.max_model_len,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.engine.draft_pool.text_tap import LearnableText
+from specdec.model.rotary import longest_sequence
 from specdec.proposers.online_config import OnlineConfig
 from specdec.sampling.rows import RowSpec, SamplingRows
 from specdec.sampling.sampler import TokenChooser
 from specdec.transport.status import OnlineStatus
-from training.online.buffer import TextBuffer
+from training.online.buffer import KeptText, TextBuffer
 from training.online.guard import Trial, is_better
 
 Weights = Mapping[str, torch.Tensor]
@@ -65,6 +67,7 @@ class OnlineTrainer:
         *,
         vocab_size: int,
         served_dtype: torch.dtype,
+        num_positions: int | None = None,
     ) -> None:
         """Begin with the weights of `model`, which is the trainer's alone, in float32.
 
@@ -74,8 +77,11 @@ class OnlineTrainer:
             chooser: evaluates the token function.
             vocab_size: tokens that the target knows.
             served_dtype: numbers that versions are rounded to before they are judged, as they are served.
+            num_positions: those that the draft model is served with; None: all that it has.
         """
-        self._config = config
+        self._num_positions = num_positions or longest_sequence(model.config) or sys.maxsize
+        most = min(config.max_text_tokens, self._num_positions)
+        self._config = config = config.model_copy(update={"max_text_tokens": most})
         self._model = model.eval().requires_grad_(requires_grad=True)
         self._chooser = chooser
         self._vocab_size = min(vocab_size, int(model.config.get_text_config().vocab_size))
@@ -226,9 +232,11 @@ class OnlineTrainer:
     def _logits(self, part: _Part, weights: Weights | None = None) -> torch.Tensor:
         """Logits [scored tokens, vocab] of the rows before them, by these weights or by the present ones."""
         rows = torch.arange(part.first_scored - 1, len(part.token_ids) - 1)
+        # Texts may be longer than the draft model's positions: behind those it drafts with the last ones.
+        first = min(part.start, self._num_positions - len(part.token_ids))
         options: dict[str, Any] = {
             "input_ids": part.token_ids[None],
-            "position_ids": part.start + torch.arange(len(part.token_ids))[None],
+            "position_ids": first + torch.arange(len(part.token_ids))[None],
             "use_cache": False,
         }
         if self._takes_rows:
@@ -258,8 +266,9 @@ def _widened(weights: Weights) -> Weights:
 class _Part:
     """Consecutive tokens of a text, of which those from `first_scored` on were chosen by the target."""
 
-    text: LearnableText
+    text: KeptText
     start: int
+    """Of the first of them in the whole text."""
     token_ids: torch.Tensor
     """int64 [T]"""
     first_scored: int
@@ -273,7 +282,7 @@ class _Part:
         return len(self.token_ids) - self.first_scored
 
 
-def _part(text: LearnableText, max_tokens: int, rng: random.Random | None) -> _Part:
+def _part(text: KeptText, max_tokens: int, rng: random.Random | None) -> _Part:
     """Return a part with as many tokens as may be: one by chance, or, without `rng`, the last."""
     length = len(text.token_ids)
     first_end = min(length, max(max_tokens, text.num_prompt_tokens + 1))
@@ -281,7 +290,7 @@ def _part(text: LearnableText, max_tokens: int, rng: random.Random | None) -> _P
     start = max(0, end - max_tokens)
     return _Part(
         text=text,
-        start=start,
+        start=text.num_before + start,
         token_ids=torch.tensor(text.token_ids[start:end]),
         first_scored=max(1, text.num_prompt_tokens - start),
     )

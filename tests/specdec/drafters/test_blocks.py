@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from specdec.attention.hf import UnsupportedAttention
 from specdec.core.errors import CheckpointError
-from specdec.drafters.attention import CausalRows
+from specdec.drafters.attention import CausalRows, RowAttention, UnrolledRows
 from specdec.drafters.base import TargetParts
 from specdec.drafters.blocks import block_family
+from specdec.drafters.eagle import Eagle
 from specdec.drafters.mtp import Mtp
+from specdec.drafters.parallel_heads import ParallelHeads
 from tests.specdec.drafters.conftest import HIDDEN, LAYERS, VOCAB, tiny_config
 
 SIZES: dict[str, Any] = {
@@ -50,6 +52,40 @@ def test_modules_of_the_targets_own_kind(kind: str) -> None:
     assert [layer.layer_idx for layer in modules.attention_layers] == [LAYERS, LAYERS + 1]
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_what_a_configuration_says_of_each_layer_goes_on_as_for_the_last(last: int) -> None:
+    config = transformers.SmolLM3Config(**SIZES, no_rope_layers=[1 - last] * (LAYERS - 1) + [last])
+    modules = modules_for(config)
+    assert [bool(module.block.self_attn.use_rope) for module in modules.mtp_modules] == [bool(last)] * 2
+    assert len(config.no_rope_layers) == LAYERS  # the target's own stays as it is
+    assert len(ParallelHeads(modules.target, num_heads=2).extra_heads) == 2
+
+
+def test_a_layer_that_is_not_made_so_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = block_family(tiny_config(), LAYERS + 1)
+
+    def broken(*args: object, **options: object) -> None:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(family.layer, "__init__", broken)
+    with pytest.raises(CheckpointError, match="of decoder layers of model type 'llama': list index out of"):
+        family.make_layer(LAYERS)
+
+
+@pytest.mark.parametrize("rows", [CausalRows, UnrolledRows])
+@torch.no_grad()
+def test_rows_longer_than_a_window_by_the_kind_of_layer_are_refused(rows: type[RowAttention]) -> None:
+    """Llama's code knows no window, which is what such a drafter is served with."""
+    target = TargetParts.of(AutoModelForCausalLM.from_config(tiny_config()))
+    windowed = tiny_config(num_hidden_layers=1, layer_types=["sliding_attention"], sliding_window=4)
+    drafter = Eagle(target, windowed)
+    assert [layer.sliding_window for layer in drafter.attention_layers] == [4]
+    hidden, positions = torch.randn(1, 6, HIDDEN), torch.arange(6)[None]
+    drafter.step(hidden[:, :4], hidden[:, :4], positions[:, :4], rows())
+    with pytest.raises(UnsupportedAttention, match="6 positions are longer than the sliding window of 4"):
+        drafter.step(hidden, hidden, positions, rows())
+
+
 @torch.no_grad()
 def test_rows_longer_than_a_window_are_refused() -> None:
     modules = modules_for(transformers.MistralConfig(**SIZES, sliding_window=4))
@@ -78,6 +114,8 @@ def test_rows_longer_than_a_window_are_refused() -> None:
             ),
             "attention is not supported",
         ),
+        (transformers.NanoChatConfig(**SIZES), "no drafter can be made of norms of model type 'nanochat'"),
+        (transformers.LagunaConfig(**SIZES, head_dim=8), "decoder layers with LagunaRotaryEmbedding"),
     ],
 )
 def test_kinds_that_cannot_be_used_are_named(config: transformers.PretrainedConfig, text: str) -> None:

@@ -84,6 +84,15 @@ def test_rank_stabilised_scale_of_an_adapter_from_elsewhere(
         ({"bias": "all"}, "bias must be none"),
         ({"use_dora": True}, "use_dora is True; adapters with that cannot be merged"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is "),
+        ({"alora_invocation_tokens": [5, 6]}, r"adapter_config\.json: alora_invocation_tokens is \[5, 6\]"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, r"adapter_config\.json: layer_replication is \[\[0, 1\]"),
+        *(
+            (
+                {"init_lora_weights": kind},
+                rf"adapter_config\.json: init_lora_weights is '{kind}', .* becomes true",
+            )
+            for kind in ("pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga")
+        ),
         ({"r": 3}, r"lora_A.weight is \(2, 4\), which is not of rank 3"),
         ({"drafthouse_base_revision": "0" * 32}, "was trained on another model than"),
     ],
@@ -95,6 +104,14 @@ def test_configurations_that_are_refused(
     with pytest.raises(CheckpointError, match=text):
         merge_adapter(base, adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [True, False, "gaussian", "eva", "orthogonal", None])
+def test_beginnings_that_leave_the_base_as_it_is(
+    base: Path, adapter: Path, tmp_path: Path, kind: bool | str | None
+) -> None:
+    change(adapter, init_lora_weights=kind, alora_invocation_tokens=None, layer_replication=None)
+    assert merge_adapter(base, adapter, tmp_path / "out") == 1
 
 
 @pytest.mark.parametrize(

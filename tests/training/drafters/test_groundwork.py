@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.architectures import make_model, make_tokenizer, save_model
 from tests.training.drafters.tiny_runs import TINY, options
 from training.drafters import groundwork
 from training.drafters.folders import alone_in
+from training.drafters.frozen_target import _require_trainable
 from training.drafters.groundwork import Groundwork
 from training.drafters.methods import make_training
 from training.drafters.recipe import DrafterRecipe, Method
@@ -104,10 +106,49 @@ class TestTargets:
         with pytest.raises(CheckpointError, match=text):
             make_training(recipe("mtp"), TargetParts.of(model), torch.zeros(128, dtype=torch.int64))
 
-    def test_attention_that_is_not_trained_with_is_named(self, texts: Path, tmp_path: Path) -> None:
-        save_model(tmp_path / "target", "gemma2")
-        with pytest.raises(ConfigError, match="parallel_heads cannot be trained for this target: softcap"):
-            train_drafter(recipe("parallel_heads"), options(tmp_path / "target", texts, tmp_path))
+    @pytest.mark.parametrize(
+        ("architecture", "changes", "text"),
+        [
+            ("gemma2", {"method": "parallel_heads"}, r"parallel_heads .* for this target: softcap \(50\)"),
+            ("gemma2", {"method": "mtp"}, r"mtp cannot be trained for this target: softcap \(50\)"),
+            ("mistral", {"method": "mtp"}, r"mtp .* with --row-length 24: .* 12 positions .* at most 13$"),
+            ("mistral", {"method": "parallel_heads"}, "attend to 12 positions .* at most 12$"),
+            ("mistral", {"method": "hydra", "has_prefix_layer": True}, "attend to 12 positions"),
+        ],
+    )
+    def test_attention_that_is_not_trained_with_is_named_before_the_target_writes(
+        self, architecture: str, changes: dict[str, Any], text: str, texts: Path, tmp_path: Path
+    ) -> None:
+        save_model(tmp_path / "target", architecture)
+        chosen = options(tmp_path / "target", texts, tmp_path, samples=4)
+        with pytest.raises(ConfigError, match=text):
+            train_drafter(recipe(**changes), chosen)
+        assert not list(tmp_path.rglob("samples-*"))
+
+    @pytest.mark.parametrize(("method", "most"), [("mtp", 13), ("parallel_heads", 12)])
+    def test_rows_as_long_as_a_window_are_trained_on(
+        self, method: Method, most: int, texts: Path, tmp_path: Path
+    ) -> None:
+        save_model(tmp_path / "target", "mistral")
+        target = tmp_path / "target"
+        train_drafter(recipe(method, row_length=most), options(target, texts, tmp_path, eval_texts=0))
+        measured = options(target, texts, tmp_path / "measured")
+        with pytest.raises(
+            ConfigError, match=r"the drafter is in .* than the sliding window of 12: give --eval"
+        ):
+            train_drafter(recipe(method, row_length=most), measured)
+        assert (measured.out / "config.json").exists()
+
+    def test_a_target_is_looked_at_without_drawing_anything(
+        self, target_folder: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        """What is trained begins with the weights that it has always begun with."""
+        chosen = options(target_folder, texts, tmp_path)
+        drawn = []
+        for check in (None, partial(_require_trainable, recipe("mtp"))):
+            Groundwork.lay(recipe("mtp"), chosen, check=check)
+            drawn.append(torch.rand(3))
+        assert torch.equal(*drawn)
 
     def test_a_target_for_images_too_is_one_for_text(self, texts: Path, tmp_path: Path) -> None:
         save_model(tmp_path / "target", "gemma3_with_images")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specdec.core.errors import ConfigError
-from specdec.drafters.base import TargetParts
+from specdec.drafters.base import FeatureDrafter, TargetParts
 from specdec.drafters.checkpoints.registry import load_drafter
 from specdec.drafters.eagle3 import Eagle3
 from tests.architectures import VOCAB_SIZE, make_model, save_model
@@ -70,6 +70,31 @@ def test_sizes_are_the_targets() -> None:
     assert (config.intermediate_size, config.rms_norm_eps) == (64, qwen.config.rms_norm_eps)
     assert config.rope_parameters == qwen.config.rope_parameters
     assert config.attention_bias is False
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_sizes_that_differ_by_layer_are_the_first_ones(method: Method) -> None:
+    """Gemma 4's layers that attend to everything have larger heads, and its configuration names none."""
+    config = Gemma4TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        max_position_embeddings=64,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        pad_token_id=0,
+    )
+    parts = TargetParts.of(AutoModelForCausalLM.from_config(config))
+    drafter = make_training(DrafterRecipe(method=method, **TINY), parts, COUNTS).drafter
+    assert isinstance(drafter, FeatureDrafter)
+    (attention,) = drafter.attention_layers
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 16)
 
 
 def test_a_llamas_layers_are_described_as_its_own(model: PreTrainedModel) -> None:

@@ -216,3 +216,15 @@ def test_other_states_are_read_in_training(
     assert not torch.equal(before["hydra_lm_head.0.weight"], after["hydra_lm_head.0.weight"])
     logged = [json.loads(line) for line in (chosen.work / "log.jsonl").read_text().splitlines()]
     assert logged[-1]["d1"] < logged[0]["d1"]
+
+
+def test_a_window_that_comes_with_the_weights_is_for_shorter_rows(
+    target_folder: Path, texts: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """It counts where the drafter is served, so that rows may not be longer."""
+    first = made(model, tmp_path / "first", "eagle")
+    edit(first, layer_types=["sliding_attention"], sliding_window=8)
+    chosen = options(target_folder, texts, tmp_path, start_from=first, eval_texts=0)
+    with pytest.raises(ConfigError, match=r"attend to 8 positions .* at most 9$"):
+        train_drafter(DrafterRecipe(method="eagle", **TINY), chosen)
+    train_drafter(DrafterRecipe(method="eagle", **(TINY | {"row_length": 9})), chosen)

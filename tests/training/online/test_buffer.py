@@ -16,7 +16,7 @@ from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.online_config import OnlineConfig
 from tests.architectures import VOCAB_SIZE
 from tests.training.online.domains import FORMER, QUICK, heard
-from training.online.buffer import TextBuffer, is_held_back, num_judged
+from training.online.buffer import KeptText, TextBuffer, is_held_back, num_judged
 from training.online.trainer import _part
 
 ALICE, BOB, CAROL = ("a" * 64, "b" * 64, "c" * 64)
@@ -124,7 +124,36 @@ def test_what_a_trial_scores_of_a_text(num_prompt_tokens: int) -> None:
     for num_generated in (1, 14, 15, 16, 17, 60):
         tokens = (3,) * (num_prompt_tokens + num_generated)
         text = LearnableText(None, tokens, num_prompt_tokens, SamplingParams(), 0)
-        assert num_judged(text, 16) == _part(text, 16, None).num_scored
+        kept = KeptText.of(text, 16)
+        assert num_judged(text, 16) == num_judged(kept, 16) == _part(kept, 16, None).num_scored
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 15, 16, 17, 400])
+def test_what_is_kept_of_a_text_is_all_that_is_read_of_it(num_prompt_tokens: int) -> None:
+    for num_generated in (1, 16, 60):
+        tokens = tuple(range(num_prompt_tokens + num_generated))  # each names its place
+        text = LearnableText(None, tokens, num_prompt_tokens, SamplingParams(), 0)
+        kept = KeptText.of(text, 16)
+        assert len(kept.token_ids) <= 15 + num_generated
+        parts = [_part(kept, 16, random.Random(seed)) for seed in range(200)]
+        for part in (*parts, _part(kept, 16, None)):
+            end = part.start + len(part.token_ids)
+            assert part.token_ids.tolist() == list(range(part.start, end))
+            assert part.scored.tolist() == list(range(max(num_prompt_tokens, part.start + 1), end))
+            assert len(part.token_ids) == min(16, len(tokens))
+        first_end = min(len(tokens), max(16, num_prompt_tokens + 1))
+        assert min(part.start for part in parts) == max(0, first_end - 16)
+
+
+def test_long_prompts_with_short_answers_are_enough_to_learn_from() -> None:
+    """All of their tokens would leave room for a few texts, which say too little to judge by."""
+    settings = config(max_text_tokens=16, max_buffer_tokens=4000, min_held_back_tokens=100)
+    buffer, rng = buffer_of(settings), random.Random(0)
+    for _ in range(400):
+        tokens = tuple(rng.randrange(2, VOCAB_SIZE) for _ in range(304))
+        buffer.add(LearnableText(None, tokens, 300, SamplingParams(), 0))
+    assert buffer.has_enough()
+    assert buffer.num_tokens <= 4000
 
 
 def test_what_is_held_back_is_counted_as_it_is_scored() -> None:

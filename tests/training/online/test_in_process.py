@@ -20,8 +20,9 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.config import SpeculativeConfig
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.scheduling.config import SchedulerConfig
+from tests.architectures import save_model
 from tests.training.online.domain_requests import Tokens, plain_tokens, requests
-from tests.training.online.domains import FORMER, LATTER, QUICK, model_of, save
+from tests.training.online.domains import FORMER, LATTER, QUICK, heard, model_of, save
 from training.online.in_process import LearningProposer, learning_engine
 from training.online.load import load_trainer
 from training.online.pace import PacedTrainer
@@ -210,3 +211,14 @@ def test_a_draft_model_that_lacks_weights_does_not_learn(config: EngineConfig, t
     speculative = config.speculative_config.model_copy(update={"model": str(folder)})
     with pytest.raises(CheckpointError, match=r"lacks 1 tensors .* first model\.norm\.weight"):
         load_trainer(config.model_copy(update={"speculative_config": speculative}))
+
+
+def test_a_draft_model_learns_with_the_attention_that_its_kind_has(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    """Scores of Gemma 2 are capped, which PyTorch's fused one does not do."""
+    save_model(tmp_path, "gemma2")
+    speculative = config.speculative_config.model_copy(update={"model": str(tmp_path)})
+    trainer = load_trainer(config.model_copy(update={"speculative_config": speculative}))
+    trainer.hear(heard(LATTER, 40))
+    assert trainer.run_next()

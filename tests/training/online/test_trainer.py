@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.draft_pool.text_tap import LearnableText
+from specdec.sampling.rows import RowSpec, SamplingRows
+from specdec.sampling.sampler import Sampler
+from tests.architectures import VOCAB_SIZE
 from tests.training.online.domains import FORMER, LATTER, QUICK, heard, model_of, trainer_of, work_off
+from training.online.buffer import KeptText
 from training.online.guard import Trial, is_better
 from training.online.pace import PacedTrainer, rest_s
 from training.online.trainer import OnlineTrainer, Version, _part
@@ -148,13 +153,54 @@ def test_nearly_greedy_texts_do_not_drown_others(of_the_former: LlamaForCausalLM
         params = SamplingParams(temperature=temperature)
         told = LearnableText(text.owner, text.token_ids, text.num_prompt_tokens, params, text.seed)
         trainer._model.zero_grad()
-        trainer._loss(_part(told, 512, None)).backward()
+        trainer._loss(_part(KeptText.of(told, 512), 512, None)).backward()
         gradients = [one.grad for one in trainer._model.parameters() if one.grad is not None]
         return math.sqrt(sum(float(one.square().sum()) for one in gradients))
 
     at_one = norm(1.0)
     assert 0.1 < norm(0.001) / at_one < 10.0
     assert norm(0.0) == pytest.approx(at_one), "greedy texts are learnt from as at temperature 1"
+
+
+@pytest.mark.parametrize("num_positions", [None, 20])
+def test_texts_may_be_longer_than_the_draft_model_has_positions(
+    num_positions: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it is served with are the last of its own; noise is that of the place in the text."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB_SIZE, **sizes))
+    settings = QUICK.model_copy(update={"steps_per_version": 1, "max_text_tokens": 64})
+    trainer = OnlineTrainer(
+        settings,
+        model,
+        Sampler(),
+        vocab_size=VOCAB_SIZE,
+        served_dtype=torch.float32,
+        num_positions=num_positions,
+    )
+    given: list[tuple[int, int]] = []
+    noise: list[tuple[int, int]] = []
+
+    def note_positions(module: torch.nn.Module, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        given.append((int(kwargs["position_ids"].min()), int(kwargs["position_ids"].max())))
+
+    def noted(specs: list[RowSpec]) -> SamplingRows:
+        noise.extend((spec.first_position, spec.num_rows) for spec in specs)
+        return build(specs)
+
+    build = SamplingRows.build
+    monkeypatch.setattr(SamplingRows, "build", noted)
+    model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    tokens = tuple(range(2, 102))
+    texts = [LearnableText(None, (first, *tokens), 70, SamplingParams(), 0) for first in range(2, 42)]
+    trainer.hear(texts)
+    work_off(trainer)
+    assert trainer.status.num_tried == 1
+    most = num_positions or 32
+    assert set(given) == {(0, most - 1)}
+    num_scored = min(31, most - 1)
+    assert set(noise) == {(101 - num_scored, num_scored)}
 
 
 def test_nothing_is_begun_without_anything_to_judge_by(of_the_former: LlamaForCausalLM) -> None:
