@@ -499,7 +499,7 @@ def main(
 
     Example: python -m benchmarks.long_context --quick --json runs/long-context.json
     """
-    plan = QUICK if quick else FULL
+    plan = whole = QUICK if quick else FULL
     if names is not None:
         plan = only(plan, names)
     kept = KeptCells(json, {**to_plain(plan), "cells": None}, resume=resume)
@@ -507,7 +507,8 @@ def main(
         cells = measure(plan, models, progress, kept)
     headlines, failures = headlines_of(cells), failures_of(cells)
     write_results(json, {"plan": plan, "cells": cells, "failures": failures, "headlines": headlines})
-    kept.forget()
+    if all(map(kept.is_kept, whole.cells)):
+        kept.forget()
     console = Console(highlight=False, width=200)
     console.print(table_of(cells))
     for failure in failures:

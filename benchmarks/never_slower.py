@@ -425,7 +425,7 @@ def main(
 
     Example: python -m benchmarks.never_slower --quick --json runs/never-slower.json
     """
-    plan = QUICK if quick else FULL
+    plan = whole = QUICK if quick else FULL
     keep_to_cores(_NUM_CORES)
     if names is not None:
         plan = only(plan, names)
@@ -436,7 +436,8 @@ def main(
     write_results(
         json, {"plan": plan, "cells": cells, "steps": steps, "failures": failures, "headlines": headlines}
     )
-    kept.forget()
+    if all(map(kept.is_kept, [*whole.cells, *itertools.starmap(_step_key, whole.steps)])):
+        kept.forget()
     console = Console(highlight=False, width=180)
     if cells:
         console.print(table_of(cells))

@@ -29,6 +29,7 @@ _EVERYWHERE: tuple[Variable, ...] = (
         name="job",
         label="Job",
         query=f'label_values({PREFIX}model_info{{model_name=~"$model"}}, job)',
+        all_is_any=False,  # series of a job's only model do not name it: the model is chosen by its job
     ),
 )
 
@@ -87,7 +88,7 @@ def _variable(variable: Variable) -> builders.QueryVariable | builders.CustomVar
             .current(dashboard.VariableOption(True, variable.default, variable.default))
             .options([_option(value, variable.default) for value in variable.values])
         )
-    return (
+    series = (
         builders.QueryVariable(variable.name)
         .label(variable.label)
         .query(variable.query)
@@ -96,9 +97,9 @@ def _variable(variable: Variable) -> builders.QueryVariable | builders.CustomVar
         .sort(dashboard.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
-        .all_value(".*")
         .current(dashboard.VariableOption(True, ["All"], ["$__all"]))
     )
+    return series.all_value(".*") if variable.all_is_any else series
 
 
 def _option(value: str, default: str) -> dashboard.VariableOption:

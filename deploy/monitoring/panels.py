@@ -67,6 +67,8 @@ class SeriesVariable:
     label: str
     query: str
     """Grafana's `label_values(SERIES, LABEL)`."""
+    all_is_any: bool = True
+    """Whether all stands for whatever there is; else for the values that `query` finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from grafana_client import GrafanaApi
 from grafana_client.client import GrafanaClientError, GrafanaException, GrafanaTimeoutError
+from niquests.exceptions import SSLError
 
 from deploy.loopback import is_loopback
 from specdec.core.errors import DrafthouseError, UserError
@@ -64,6 +65,7 @@ def push_dashboards(
     """
     base = _checked_url(url)
     api = GrafanaApi.from_url(base, credential=token, timeout=_TIMEOUT_S)
+    api.client.url = f"{base}/api"  # it would glue its own to a path, and take the brackets off an address
     if is_loopback(urlsplit(base).hostname or ""):
         api.client.s.trust_env = False  # a proxy of the environment would look for it on its own machine
     with closing(api.client.s):
@@ -168,6 +170,11 @@ def _readable(url: str, purpose: str) -> Iterator[None]:
         raise UserError(
             f"what answers at {url} is not Grafana's API: give the URL under which a browser shows Grafana, "
             "with its path, and not that of a login page in front of it"
+        ) from error
+    except SSLError as error:
+        raise UserError(
+            f"what answers at {url} shows a certificate that is not trusted here, or speaks no TLS "
+            f"({_reason(error)}): have this machine trust its authority, or give the right URL"
         ) from error
     except OSError as error:
         raise UserError(

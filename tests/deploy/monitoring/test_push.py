@@ -12,11 +12,12 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from typer.testing import CliRunner, Result
 
 from deploy.cli.main import app
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
+from tests.deploy.certificates import make_certificate
 from tests.deploy.monitoring.grafana_double import EDITOR, VIEWER, Grafana, serving
 from tests.deploy.openai.live import live_server
 
@@ -195,6 +196,37 @@ def test_another_path_of_the_right_server(pusher: Pusher) -> None:
     result = pusher.push(url=f"{pusher.url}/elsewhere")
     assert result.exit_code == 2
     assert "with its path" in told(result)
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_grafana_under_a_path(pusher: Pusher, end: str) -> None:
+    with live_server(Starlette(routes=[Mount("/grafana", app=pusher.grafana.app())])) as url:
+        for change in ("created", "unchanged"):
+            result = pusher.push(url=f"{url}/grafana{end}")
+            assert result.exit_code == 0, result.stderr
+            assert result.stdout.count(change) == NUM
+    assert f"{url}/grafana/d/drafthouse-overview" in result.stdout
+
+
+def test_a_grafana_at_an_address_of_many_colons(pusher: Pusher) -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    with server:
+        port = server.getsockname()[1]
+    result = pusher.push(url=f"http://[::1]:{port}")
+    assert "nothing answers at" in told(result)
+    assert "Connection refused" in told(result)
+
+
+def test_a_certificate_that_nobody_trusts(pusher: Pusher, tmp_path: Path) -> None:
+    own = make_certificate(tmp_path)
+    files = {"ssl_certfile": own.certificate_file, "ssl_keyfile": own.key_file}
+    with live_server(pusher.grafana.app(), **files) as url:
+        result = pusher.push(url=url)
+    assert result.exit_code == 2
+    assert "a certificate that is not trusted" in told(result)
 
 
 def test_a_namesake_in_the_folder(pusher: Pusher) -> None:
