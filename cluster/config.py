@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Literal, Self
 
@@ -48,7 +47,7 @@ class BundleConfig(StrictConfig):
                 f"accelerator_type: {self.accelerator_type} is a kind of GPU, so num_gpus must be positive"
             )
         for name, amount in self.resources.items():
-            if not 0 < amount < math.inf or name in {"CPU", "GPU"}:
+            if amount <= 0 or name in {"CPU", "GPU"}:
                 raise ValueError(
                     f"resources.{name}: must be positive, and not CPU or GPU (num_cpus, num_gpus)"
                 )

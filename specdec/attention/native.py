@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch
 
+from specdec.core.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_DIR = Path("~/.cache/drafthouse/compile")
@@ -43,6 +45,8 @@ _FLAGS = (
     "-pthread",
 )
 _BUILD_TIMEOUT_S = 300.0
+_NOT_EXECUTABLE = "failed to map segment"
+"""What the loader says of a library on a file system that is mounted so (noexec)."""
 
 
 class NativeUnavailable(Exception):
@@ -50,8 +54,15 @@ class NativeUnavailable(Exception):
 
 
 def resolve_cache_dir(cache_dir: str | Path | None) -> Path:
-    """Return the folder of compiled artefacts: `cache_dir`, or the default one in the user's home."""
-    return Path(DEFAULT_CACHE_DIR if cache_dir is None else cache_dir).expanduser()
+    """Return the folder of compiled artefacts: `cache_dir`, or the default one in the user's home.
+
+    Raises:
+        ConfigError: there is no such home.
+    """
+    try:
+        return Path(DEFAULT_CACHE_DIR if cache_dir is None else cache_dir).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"compile.cache_dir: {error}: give a folder, or set HOME") from error
 
 
 @functools.cache
@@ -79,6 +90,11 @@ def load_library(source: Path, cache_dir: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
+        if _NOT_EXECUTABLE in str(error):  # another one would fare no better there
+            raise NativeUnavailable(
+                f"cannot load {library}: {error}: set compile.cache_dir to a folder that programs may be run "
+                "from"
+            ) from error
         if foreign is None:  # or it would be found again, intact, at every start
             with suppress(OSError):
                 library.unlink()

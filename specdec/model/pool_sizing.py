@@ -76,7 +76,7 @@ def make_pool(loaded: LoadedModel, config: CacheConfig, demand: PoolDemand, forw
     if loaded.ranks is not None:
         num_blocks = loaded.ranks.smallest(num_blocks)
     with same_fate(loaded.ranks):
-        return _allocate(loaded, config, shapes, num_blocks, demand.row_bytes)
+        return _allocate(loaded, config, shapes, num_blocks, demand)
 
 
 def held_tokens(loaded: LoadedModel, max_held_tokens: int | None) -> int:
@@ -91,16 +91,22 @@ def kv_shapes(loaded: LoadedModel) -> list[KvShape]:
 
 
 def _allocate(
-    loaded: LoadedModel, config: CacheConfig, shapes: Sequence[KvShape], num_blocks: int, row_bytes: int
+    loaded: LoadedModel,
+    config: CacheConfig,
+    shapes: Sequence[KvShape],
+    num_blocks: int,
+    demand: PoolDemand,
 ) -> KvPool:
-    block_bytes = bytes_per_block(shapes, config.block_size, loaded.dtype) + row_bytes * config.block_size
+    block_bytes = bytes_per_block(shapes, config.block_size, loaded.dtype)
+    block_bytes += demand.row_bytes * config.block_size
     num_bytes = num_blocks * block_bytes
     what = f"a KV cache of {num_blocks} blocks takes {num_bytes >> 20} MiB"
     knobs = "cache.num_blocks, cache.memory_bytes or cache.memory_fraction"
     # A CPU's memory is taken as it is written: what does not fit would end the process hours later.
     available = available_bytes() if loaded.device.type == "cpu" else None
-    if available is not None and num_bytes > available:
-        raise ResourceError(f"{what}, and {available >> 20} MiB of memory are left: lower {knobs}")
+    if available is not None and num_bytes + demand.reserved_bytes > available:
+        left = max(0, available - demand.reserved_bytes) >> 20
+        raise ResourceError(f"{what}, and {left} MiB of memory are left: lower {knobs}")
     try:
         return KvPool(
             shapes,

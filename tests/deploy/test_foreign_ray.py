@@ -44,5 +44,5 @@ def test_serve_and_its_proxies_have_what_the_command_gives_them() -> None:
 
 def test_without_it_they_have_not() -> None:
     missing, status = started("untold")
-    assert len(missing) == 4
+    assert len(missing) == 5
     assert status != 431

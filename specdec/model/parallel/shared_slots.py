@@ -27,6 +27,8 @@ from specdec.model.parallel.group import RankGroup
 
 _PROCESSES = Path("/proc")
 _CELL_BYTES = 64
+_MEETING = struct.Struct("=I")
+"""At the beginning of a rank's cell (`dh::RankCell`)."""
 _TOKEN_BYTES = 16
 """Random, at the end of the file: the same path on another machine leads to something else."""
 _NUM_SETS = 2
@@ -85,11 +87,12 @@ class RankSlots:
         if num_bytes <= self.native.slot_bytes:
             return
         was_shared = self.is_shared
+        number = self._last_meeting()
         self.close()
         self.native.slot_bytes = num_bytes
         if not was_shared:
             self._keep_own(num_bytes)
-        elif not self._share(num_bytes):
+        elif not self._share(num_bytes, last_meeting=number):
             raise ResourceError(
                 f"there is no memory for the {self._num_bytes(num_bytes)} bytes in which ranks hand each "
                 "other rows"
@@ -126,8 +129,17 @@ class RankSlots:
         self._memory = memory
         self.native.slots = -(-memory.data_ptr() // 64) * 64
 
-    def _share(self, slot_bytes: int) -> bool:
-        """Map memory that all ranks see; False, in all of them, when that cannot be."""
+    def _last_meeting(self) -> int:
+        """Return the number of the meeting at which this rank, and so all, has arrived last."""
+        if not isinstance(self._memory, mmap.mmap):
+            return 0
+        return int(_MEETING.unpack_from(self._memory, _CELL_BYTES * self.group.rank)[0])
+
+    def _share(self, slot_bytes: int, last_meeting: int = 0) -> bool:
+        """Map memory that all ranks see; False, in all of them, when that cannot be.
+
+        Meetings are counted on: behind half of what numbers can say, 0 would be taken for later ones.
+        """
         group = self.group
         size = self._num_bytes(slot_bytes) + _TOKEN_BYTES
         invitation = b""
@@ -137,6 +149,8 @@ class RankSlots:
             invitation = b"" if file is None else f"{os.getpid()} {file} ".encode() + token
         invitation = group.exchange(invitation)[0]
         is_mapped = invitation != b"" and (group.rank == 0 or self._open(invitation, size))
+        if is_mapped and isinstance(self._memory, mmap.mmap):
+            _MEETING.pack_into(self._memory, _CELL_BYTES * group.rank, last_meeting)
         answers = group.exchange(_OK if is_mapped else _FAILED)
         if _FAILED in answers:
             self.close()

@@ -238,7 +238,8 @@ def _width(module: torch.nn.Module) -> int:
 def gather_columns(part: torch.Tensor, width: int, group: RankGroup) -> torch.Tensor:
     """Return [..., width], everyone's contiguous share of the last dimension side by side."""
     largest = -(-width // group.size)
-    everyone = all_gather(F.pad(part, (0, largest - part.shape[-1])), group)
+    num_missing = largest - part.shape[-1]
+    everyone = all_gather(F.pad(part, (0, num_missing)) if num_missing else part, group)
     shares = [share_of(width, rank, group.size) for rank in range(group.size)]
     return torch.cat([everyone[rank][..., : end - first] for rank, (first, end) in enumerate(shares)], -1)
 

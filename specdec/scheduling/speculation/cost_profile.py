@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from specdec.core.errors import UNDECODABLE
+from specdec.core.errors import UNDECODABLE, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +105,16 @@ class ProfileStore:
     """Profiles in a folder, one file per key. Processes may share it: files appear by rename."""
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        """Use `folder`; None: the default one in the user's home."""
-        self._folder = Path(DEFAULT_PROFILE_DIR if folder is None else folder).expanduser()
+        """Use `folder`; None: the default one in the user's home.
+
+        Raises:
+            ConfigError: there is no such home.
+        """
+        try:
+            self._folder = Path(DEFAULT_PROFILE_DIR if folder is None else folder).expanduser()
+        except RuntimeError as error:
+            text = f"speculative_config.profile_dir: {error}: give a folder, or set HOME"
+            raise ConfigError(text) from error
 
     def path_of(self, key: str) -> Path:
         """Return where the profile of a key is kept."""

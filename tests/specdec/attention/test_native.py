@@ -13,6 +13,8 @@ import pytest
 
 from specdec.attention import native
 from specdec.attention.native import NativeUnavailable, load_library
+from specdec.core.errors import ConfigError
+from specdec.scheduling.speculation.cost_profile import ProfileStore
 
 SOURCE = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {}; }}\n'
 
@@ -192,6 +194,38 @@ def test_what_cannot_be_loaded_is_not_kept(
     with pytest.raises(NativeUnavailable, match=r"cannot load .*nowhere"):
         load(source, cache_dir)
     assert built(cache_dir) == []
+
+
+def test_what_may_not_be_run_where_it_lies_is_built_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that is mounted without that."""
+    cache_dir = tmp_path / "cache"
+
+    def cannot_map(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr("ctypes.CDLL", cannot_map)
+    for _ in range(2):
+        with pytest.raises(NativeUnavailable, match=r"set compile\.cache_dir to a folder that programs may"):
+            load(source, cache_dir)
+        (library,) = built(cache_dir)
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    assert library.exists()
+
+
+def test_who_has_no_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    with pytest.raises(ConfigError, match=r"compile\.cache_dir: Could not .*: give a folder, or set HOME"):
+        native.resolve_cache_dir(None)
+    assert native.resolve_cache_dir(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match=r"profile_dir: Could not .*: give a folder, or set HOME"):
+        ProfileStore()
 
 
 def test_a_filled_cache_is_kept_where_nothing_could_replace_it(

@@ -1,4 +1,6 @@
+import errno
 import gc
+import mmap
 
 import pytest
 import torch
@@ -13,6 +15,19 @@ def test_zeros_of_any_size(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert tensor.shape == shape
     assert tensor.dtype is dtype
     assert tensor.is_contiguous()
+    assert not tensor.count_nonzero()
+
+
+class _WithoutHugePages(mmap.mmap):
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_system_without_huge_pages_gives_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real-time kernels have none."""
+    monkeypatch.setattr(mmap, "mmap", _WithoutHugePages)
+    tensor = huge_zeros((1 << 20,), torch.float32)
+    assert tensor.shape == (1 << 20,)
     assert not tensor.count_nonzero()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,12 @@ def test_more_than_there_is_is_refused(
     leave(monkeypatch, num_bytes - 1)
     with pytest.raises(ResourceError, match=r"of memory are left: lower cache\.num_blocks"):
         make_pool(loaded, config, demand, Hungry())
+    packed = replace(demand, reserved_bytes=3 * MIB)  # the copy that a compiled forward reads is made later
+    leave(monkeypatch, num_bytes + 3 * MIB)
+    make_pool(loaded, config, packed, Hungry())
+    leave(monkeypatch, num_bytes + 3 * MIB - 1)
+    with pytest.raises(ResourceError, match=r"of memory are left: lower cache\.num_blocks"):
+        make_pool(loaded, config, packed, Hungry())
 
 
 def test_memory_that_cannot_be_had_is_a_clear_error(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import random
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -296,6 +298,23 @@ def test_a_rank_that_does_not_come_is_noticed(rank_pool: Pools, folder_of: Folde
     assert "lost a peer" in rank_pool(2).run(run_alone, folder_of("llama"), 0, 0.3)[0]
 
 
+def count_on(group: RankGroup) -> list[int]:
+    slots = RankSlots(group, 64)
+    assert isinstance(slots._memory, mmap.mmap)
+    numbers = [slots._last_meeting()]
+    struct.pack_into("=I", slots._memory, 64 * group.rank, 0xC000_0000)
+    slots.reserve(1000)
+    for rank in range(group.size):  # that of every rank is there before anybody goes on
+        numbers += struct.unpack_from("=I", slots._memory, 64 * rank)
+    group.exchange(b"seen")
+    return numbers
+
+
+def test_meetings_are_counted_on_in_larger_slots(rank_pool: Pools) -> None:
+    """Numbers of weeks of decoding would be taken for reached otherwise, and nobody waited for."""
+    assert rank_pool(2).run(count_on) == [[0, 0xC000_0000, 0xC000_0000]] * 2
+
+
 def grow(group: RankGroup, can_share: bool) -> str:
     slots = RankSlots(group, 64)
     before = bytes(str(slots.is_shared), "ascii")
@@ -303,7 +322,7 @@ def grow(group: RankGroup, can_share: bool) -> str:
     slots.reserve(1000)
     assert slots.native.slot_bytes == 1024
     if not can_share:
-        slots._share = lambda _: False  # type: ignore[method-assign]
+        slots._share = lambda *_, **__: False  # type: ignore[method-assign]
     try:
         slots.reserve(5000)
     except ResourceError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from specdec.kv.config import CacheConfig
 from specdec.model.batch import SequenceSlice
 from specdec.model.config import ModelConfig
 from specdec.model.loader import load_model
-from specdec.model.parallel import loading
+from specdec.model.parallel import loading, surgery
 from specdec.model.parallel.cuts import Cut, cuts_of, share_of
 from specdec.model.parallel.group import RankGroup
 from specdec.model.parallel.plan import UnsupportedParallelism, generic_name, layout_of, plan_of
@@ -275,6 +276,15 @@ def test_every_element_has_a_rank(architecture: str, size: int) -> None:
         has_copies = any(part in name for part in ("k_proj", "v_proj", "k_norm", "qkv", "query_key_value"))
         assert min(covered) >= 1, name
         assert max(covered) <= (layouts[0].kv_copies if has_copies else 1), name
+
+
+def test_even_shares_are_put_together_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled forward has no form for it."""
+    monkeypatch.setattr(surgery, "all_gather", lambda part, _: torch.stack([part, part + 10]))
+    monkeypatch.setattr(surgery.F, "pad", lambda *_: pytest.fail("padded"))
+    group: Any = SimpleNamespace(size=2)
+    gathered = surgery.gather_columns(torch.arange(6.0).reshape(2, 3), 6, group)
+    assert gathered.tolist() == [[0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15]]
 
 
 def test_shares_and_cuts() -> None:
