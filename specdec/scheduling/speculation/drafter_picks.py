@@ -57,6 +57,10 @@ _ROUNDS_BETWEEN_REVIEWS = 8
 """However often requests come and go: it takes a few milliseconds."""
 _ENOUGH_WISHES = 24.0
 """Proposals asked for from which on it is known whether an arm may pay at all."""
+_ASKING_ROUNDS = 256
+"""While drafting does not seem to pay, an arm that is hardly known has the probes for so many rounds, then
+whoever seems best has them: one whose drafts are dear is probed so seldom that it would keep others from
+being asked for ever."""
 _FADING_ROUNDS = 2048
 """After so many rounds what was asked for counts half: what was bad once need not be so for ever."""
 _LEAST_LOSS = 0.02
@@ -117,6 +121,8 @@ class DrafterPicks:
         self._reviewed_round = -_ROUNDS_BETWEEN_REVIEWS
         self._trial_end = 0
         self._next_trial = _EARLY_ROUNDS_BETWEEN
+        self._known: set[Arm] = set()
+        """Arms of which enough has been seen at some time to say what a trial loses."""
 
     def of(self, request_id: RequestId, class_name: str) -> int:
         """Return what a request gets that has no drafter of its own. New ones begin as their class does."""
@@ -201,7 +207,8 @@ class DrafterPicks:
         free = [one for one in sequences if one.own_drafter is None or self._has_choice(one, one.own_drafter)]
         if self._trying and not any(one.request_id in self._trying for one in free):
             self._end_trial()  # those who tried are gone; while a trial is on nothing else changes
-        if not free or (not costs.is_drafting and self._ask_unknown(free)):
+        is_asked_for = not costs.is_drafting and now // _ASKING_ROUNDS % 2 == 0
+        if not free or (is_asked_for and self._ask_unknown(free)):
             return
         if now < (self._trial_end if self._trying else self._reviewed_round + _ROUNDS_BETWEEN_REVIEWS):
             return  # those who are new begin as their class does
@@ -383,6 +390,8 @@ class DrafterPicks:
         self._trial_end = now + _TRIAL_ROUNDS
         wait: float = _EARLY_ROUNDS_BETWEEN
         if num_wishes >= _ENOUGH_WISHES:
+            self._known.add(arm)
+        if arm in self._known:
             # A drafter that nobody has is asked for a token at least, though it costs more than that brings.
             asked = 0.0 if is_asked else float(fixed[arm.drafter, 0])
             loss = _TRIAL_ROUNDS * max(before.tokens - after.tokens + asked, _LEAST_LOSS * tokens)

@@ -379,6 +379,8 @@ class GoodputController:
         longer = longer_drafts(
             self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
         )
+        if self._facts.has_trial and self._trials.current != "stretching":
+            longer = None  # who tries a drafter would try longer drafts of it, too
         before = self._trials.current
         begin_trial(self._trials, compared, batch.num_sequences, longer)
         option, reason = tried_or_usual(self._trials, compared, longer)

@@ -19,6 +19,7 @@ from specdec.scheduling.speculation.settings import ControllerSettings
 from tests.specdec.scheduling.simulation import FakeRequest, fake_request
 from tests.specdec.scheduling.speculation.several_world import (
     DRAFTERS,
+    LOOKUP,
     MODEL,
     Chance,
     controller_of,
@@ -139,6 +140,23 @@ def test_follows_when_a_drafter_gets_better_and_another_worse() -> None:
     world.run(controller, 400)
     after = [late - early for late, early in zip(world.by_drafter, between, strict=True)]
     assert after[1] > 0.8 * sum(after)
+
+
+def test_a_slow_drafter_does_not_keep_a_good_one_from_coming_back() -> None:
+    """While nothing is drafted probes ask who is hardly known: whoever is too dear to be asked often."""
+    slow = replace(
+        MODEL, draft=lambda n, c: 16.0 * MODEL.draft(n, c), draft_start_s=16.0 * MODEL.draft_start_s
+    )
+    chances = [0.4, 0.5]
+    controller = controller_of((LOOKUP, slow))
+    world = world_of(1, lambda _, place: chances[place], drafters=(LOOKUP, slow))
+    world.run(controller, 1000)
+    before = world.run(controller, 1000).rate
+    chances[0] = 0.01
+    world.run(controller, 3000)
+    chances[0] = 0.4
+    world.run(controller, 2000)
+    assert world.run(controller, 1000).rate >= 0.9 * before
 
 
 def test_who_has_a_drafter_keeps_it() -> None:
