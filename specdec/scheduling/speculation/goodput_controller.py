@@ -376,11 +376,12 @@ class GoodputController:
             little_known=self._evidence.little_known(self._round, options),
             has_choice=bool((batch.requested < 0).any()),
         )
-        longer = longer_drafts(
-            self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
-        )
-        if self._facts.has_trial and self._trials.current != "stretching":
-            longer = None  # who tries a drafter would try longer drafts of it, too
+        longer = None
+        # Who tries a drafter would try longer drafts of it, too.
+        if not self._facts.has_trial or self._trials.current == "stretching":
+            longer = longer_drafts(
+                self._trials, compared, evaluation, outlook, self._facts.acceptance.num_positions
+            )
         before = self._trials.current
         begin_trial(self._trials, compared, batch.num_sequences, longer)
         option, reason = tried_or_usual(self._trials, compared, longer)

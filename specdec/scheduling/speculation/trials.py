@@ -7,7 +7,8 @@ what steps take beside one another says little of what they take in turn: compar
 few rounds, where little has been seen of it. All may lose time, so there is an allowance: a small share of
 all time that passes; audits and comparisons have each one of their own, so that nothing that the others have
 cost keeps them from asking. A trial begins when the allowance covers what it is expected to lose, and pays
-what it has really lost. After each one that changed nothing, the next one of its kind waits twice as long.
+what it has really lost; where that is much, it is put aside for as long as it takes. After each one that
+changed nothing, the next one of its kind waits twice as long.
 
 A probe pays for all its rounds together: with few requests, whose drafts are rarely accepted, most rounds
 lose and some gain much. And one of what is about as good either way waits no longer than until its share of
