@@ -27,6 +27,9 @@ class Comparison:
     """Kinds of which few rounds have been seen, if any, or long ago."""
     has_choice: bool = True
     """Whether there is anybody without a k of its own."""
+    beyond_targets: Option | None = None
+    """Where latency targets leave nothing but plain: what they would leave if costs were those measured at
+    the start, at the present price. None: nothing, or it is not time to ask."""
 
     @property
     def plain(self) -> Option:
@@ -84,8 +87,11 @@ class Comparison:
 
         That is what should be better than what is done, but was measured not to be. While speculation is off
         it may also be lockstep, which tells most of acceptance in few rounds; not where everybody has a k of
-        its own, for then there is nothing more to draft.
+        its own, for then there is nothing more to draft. Where latency targets leave no drafts, it is what
+        they would leave if what drafts were learnt to cost were over.
         """
+        if self.beyond_targets is not None:
+            return self.beyond_targets, True
         others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
         best = max(others, key=lambda option: option.rate, default=None)
         if best is not None and best.rate > self.usual_rate * (1.0 + self.margin):

@@ -208,6 +208,9 @@ def _context_slopes(points: Sequence[VerifyPoint]) -> tuple[float, float, float]
 
 
 _STEP_REGIONS = 5
+_CLEARLY_LESS = 0.8
+"""Where a round read prompts, drafts that took less than this share of what was expected of them alone show
+that they are cheaper."""
 
 
 def _step_region(num_steps: int) -> int:
@@ -307,6 +310,7 @@ class DraftCost:
         *,
         work_s: float | None = None,
         is_overlapped: bool = False,
+        reads_prompts: bool = False,
     ) -> None:
         """Learn what proposals took, given the draft tokens asked for and continuations for each.
 
@@ -317,6 +321,7 @@ class DraftCost:
             ready_s: after which proposals were there.
             work_s: for which the drafter worked on them, of these; None: it does not say.
             is_overlapped: whether the target worked meanwhile.
+            reads_prompts: whether it may have read prompts, too: drafting took that long at most.
         """
         wanted = sorted(budget for budget in budgets.values() if budget > 0)
         # A request may ask for longer drafts of its own than any that were measured.
@@ -324,7 +329,7 @@ class DraftCost:
             return
         if work_s is None:
             work_s = ready_s - self._wire.seconds
-        else:
+        elif not reads_prompts:
             self._wire.note(ready_s - work_s)
         if work_s <= 0.0:
             return
@@ -340,11 +345,14 @@ class DraftCost:
             for step, one in enumerate(numbers)
         )
         if expected > 0.0:
-            at = int(self._nearest[numbers[0]])
-            surprise = self._corrections.note(
-                at, _step_region(num_steps), work_s / expected, is_overlapped=is_overlapped
-            )
-            self.spread.note(ready_s / (work_s / surprise + self._wire.seconds))
+            at, region = int(self._nearest[numbers[0]]), _step_region(num_steps)
+            if reads_prompts:
+                factor = self._corrections.factors(is_overlapped=is_overlapped)[at, region]
+                if work_s > _CLEARLY_LESS * expected * factor:
+                    return
+            surprise = self._corrections.note(at, region, work_s / expected, is_overlapped=is_overlapped)
+            if not reads_prompts:
+                self.spread.note(ready_s / (work_s / surprise + self._wire.seconds))
 
     def _fit(
         self, points: Sequence[DraftPoint], places: Floats, max_steps: int

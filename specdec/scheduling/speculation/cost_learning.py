@@ -16,6 +16,9 @@ from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
 
 _WIRE_DECAY = 0.05
 _PROMPT_DECAY = 0.02
+_MUCH_DEARER = 2.0
+"""Drafts that are thought to take so many times as long as they were measured to are in doubt: what made them
+so may be over."""
 _LONGEST_WIRE_S = 0.1
 """Between the target and who waits for it; what is longer counts as that."""
 
@@ -48,6 +51,10 @@ class CostLearning:
         if self._of_prompts_s.weight <= 0.0 or self._with_prompts.weight <= 0.0:
             return NO_PROMPTS
         return PromptLoad(self._with_prompts.value, self._of_prompts_s.value)
+
+    def doubts_drafts(self, num_sequences: int) -> bool:
+        """Return whether drafting for so many is thought to take much longer than the start has measured."""
+        return any(one.correction(num_sequences) > _MUCH_DEARER for one in self._costs.drafts)
 
     def note(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn from a round that was run as decided, or nearly."""
@@ -92,7 +99,7 @@ class CostLearning:
     def _note_drafts(self, observation: RoundObservation, decision: Decision, context: float) -> None:
         budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}
         ready_s = observation.draft_ready_s
-        if not budgets or ready_s is None or observation.num_prompt_rows > 0:
+        if not budgets or ready_s is None:
             return
         num_branches = 1
         if observation.mode == "draft_ahead":
@@ -107,13 +114,17 @@ class CostLearning:
         if work_s is not None and work_s > ready_s:
             work_s = None  # that was another answer, heard meanwhile
         self._costs.draft.note(
-            budgets, attended, num_branches, ready_s, work_s=work_s, is_overlapped=is_overlapped
+            budgets,
+            attended,
+            num_branches,
+            ready_s,
+            work_s=work_s,
+            is_overlapped=is_overlapped,
+            reads_prompts=observation.num_prompt_rows > 0,
         )
 
     def _note_drafters(self, observation: RoundObservation, decision: Decision) -> None:
         """Learn what each of several drafters takes."""
-        if observation.num_prompt_rows > 0:
-            return
         for place, seconds in observation.drafting_s.items():
             budgets = {
                 one: budget
@@ -122,7 +133,8 @@ class CostLearning:
             }
             attended = self._attended(observation, decision, budgets, place, observation.context_tokens)
             if attended is not None:
-                self._costs.drafts[place].note(budgets, attended, 1, seconds)
+                reads_prompts = observation.num_prompt_rows > 0
+                self._costs.drafts[place].note(budgets, attended, 1, seconds, reads_prompts=reads_prompts)
 
     def _attended(
         self,

@@ -9,7 +9,8 @@ import numpy as np
 from specdec.scheduling.speculation.cost import CostModel
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.evidence import Overheads
-from specdec.scheduling.speculation.goodput import Batch, Evaluation, Kind, Option, at_rows
+from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option, at_rows
+from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.request_facts import RequestFacts
 from specdec.scheduling.speculation.settings import ControllerSettings
 from specdec.scheduling.state import Schedulable
@@ -25,13 +26,18 @@ class Foresight:
         costs: CostModel,
         overheads: Overheads,
         learning: CostLearning,
+        measured: CostModel,
     ) -> None:
-        """Look ahead by these, as they are at the time of the question."""
+        """Look ahead by these, as they are at the time of the question.
+
+        `measured` are the costs of the start, which nobody corrects.
+        """
         self._settings = settings
         self._facts = facts
         self._costs = costs
         self._overheads = overheads
         self._learning = learning
+        self._measured = measured
 
     def batch_of(self, sequences: Sequence[Schedulable]) -> Batch:
         """Describe these sequences as they are now."""
@@ -72,6 +78,30 @@ class Foresight:
         `time_factors` say how many times as long as expected they have taken lately, `plain_s` how long a
         round without drafts takes where it is not one of this batch alone.
         """
+        return self._evaluate(batch, self._costs, time_factors, plain_s)
+
+    def beyond_targets(
+        self, batch: Batch, plain_s: float, modes: Sequence[OverlapMode], outlook: AheadOutlook
+    ) -> Option | None:
+        """Return what latency targets would leave if nothing had been learnt of costs, but that the machine
+        is as fast as it is now: a round without drafts takes `plain_s`. It takes what it takes by the present
+        costs. None: no drafts.
+        """
+        number = batch.num_sequences
+        table = self._measured.verify.table(number, batch.context_tokens)
+        measured_s = float(at_rows(table, number)) + self._overheads.of(number, has_drafts=False)
+        kinds: tuple[Kind, ...] = ("plain", *modes)
+        time_factors = dict.fromkeys(kinds, plain_s / measured_s)
+        options = self._evaluate(batch, self._measured, time_factors, plain_s).options(modes, outlook)
+        drafting = [option for kind, option in options.items() if kind != "plain"]
+        found = options.get("lockstep") or max(drafting, key=lambda option: option.rate, default=None)
+        if found is None:
+            return None
+        return found.shortened(self.price_s(batch, found) / found.round_s)
+
+    def _evaluate(
+        self, batch: Batch, costs: CostModel, time_factors: Mapping[Kind, float], plain_s: float | None
+    ) -> Evaluation:
         number, of = batch.num_sequences, self._overheads.of
         overhead_s = of(number, has_drafts=True)
         overheads: dict[Kind, float] = {
@@ -82,7 +112,7 @@ class Foresight:
         }
         return Evaluation(
             batch,
-            self._costs,
+            costs,
             overheads,
             max_rows=self._settings.max_rows,
             num_rows_beside=self._settings.num_rows_beside,

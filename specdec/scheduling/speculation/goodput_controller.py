@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from specdec.scheduling.speculation.decision import Decision, Region, added_up, 
 from specdec.scheduling.speculation.evidence import Overheads
 from specdec.scheduling.speculation.explanation import Bound, ControllerState, Reason
 from specdec.scheduling.speculation.foresight import Foresight
-from specdec.scheduling.speculation.goodput import Ints, Kind
+from specdec.scheduling.speculation.goodput import Ints, Kind, Option
 from specdec.scheduling.speculation.kind_switch import KindSwitch
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.scheduling.speculation.prospects import Prospects
@@ -68,7 +69,8 @@ class GoodputController:
         """
         self._settings = settings
         num_steps = max(1, settings.max_draft_tokens)
-        self._costs = CostModel(
+        costs_of_start = partial(
+            CostModel,
             profile,
             max_rows=settings.max_rows,
             max_sequences=settings.max_sequences * max(1, settings.max_branches),
@@ -76,6 +78,7 @@ class GoodputController:
             num_drafters=max(1, len(settings.drafter_caps)),
             tree_levels=settings.tree_levels,
         )
+        self._costs = costs_of_start()
         overheads = Overheads()
         self._facts = RequestFacts(settings)
         self._learning = CostLearning(
@@ -84,7 +87,9 @@ class GoodputController:
             has_several_drafters=self._facts.drafters is not None,
             budgeted_drafter=settings.budgeted_drafter,
         )
-        self._foresight = Foresight(settings, self._facts, self._costs, overheads, self._learning)
+        self._foresight = Foresight(
+            settings, self._facts, self._costs, overheads, self._learning, measured=costs_of_start()
+        )
         self._continuations = Continuations(settings.max_branches, num_steps)
         self._evidence = RoundEvidence()
         self._settling = Settling()
@@ -375,6 +380,7 @@ class GoodputController:
             margin=self._settings.margin,
             little_known=self._evidence.little_known(self._round, options),
             has_choice=bool((batch.requested < 0).any()),
+            beyond_targets=self._beyond_targets(prospects),
         )
         longer = None
         # Who tries a drafter would try longer drafts of it, too.
@@ -391,8 +397,9 @@ class GoodputController:
         if reason == "no_gain" and len(options) == 1 and has_targets:
             reason = "latency_target"
         chosen: Ints = option.num_draft_tokens
-        is_partial = reason == "probing" and option.kind == "lockstep" and compared.in_doubt()[1]
-        if is_partial:
+        asks_for_verdicts = reason == "probing" and compared.in_doubt()[1]
+        is_partial = asks_for_verdicts and (option.kind == "lockstep" or option is compared.beyond_targets)
+        if asks_for_verdicts and option.kind == "lockstep":
             chosen = np.where(batch.requested < 0, probed(chosen), chosen)
         elif self._facts.has_trial and kind == "lockstep" and reason != "auditing":
             chosen = np.maximum(chosen, self._facts.least_tried(sequences))
@@ -415,6 +422,19 @@ class GoodputController:
             gains=added_up(batch.estimate.reached)[np.arange(len(sequences)), chosen].tolist(),
             gains_if_drafted=added_up(np.cumprod(accepted, axis=1, dtype=np.float64)).tolist(),
         )
+
+    def _beyond_targets(self, prospects: Prospects) -> Option | None:
+        """Return what a probe would do where drafts were learnt to take longer than latency targets allow,
+        and would not by what was measured at the start: while nothing is drafted nobody would learn that it
+        is over.
+        """
+        batch, trials, bound_s = prospects.batch, self._trials, prospects.evaluation.bound_s
+        if len(prospects.options) > 1 or not math.isfinite(bound_s) or not (batch.requested < 0).any():
+            return None
+        if trials.current != "probing" and not trials.is_due("probing"):
+            return None
+        plain_s = prospects.evaluation.plain_s
+        return self._foresight.beyond_targets(batch, plain_s, self._settings.modes, prospects.outlook)
 
     def _bound_of(self, prospects: Prospects, compared: Comparison, reason: Reason) -> Bound:
         """Return what keeps k from being larger, but for trials."""
@@ -451,11 +471,14 @@ class GoodputController:
         round_s = _round_s(observation)
         self._rhythm.note_round(passed.seconds + round_s)
         trial = self._trials.current
+        tells = trial is not None and (
+            trial != "probing" or self._learning.doubts_drafts(observation.num_sequences)
+        )
         heard_s = self._rhythm.hear(
             self._round,
             passed.seconds + round_s,
             switched_round=self._switch.switched_round,
-            is_trial=trial is not None and trial != "probing",
+            is_trial=tells,
         )
         is_as_decided = observation.num_prompt_rows == 0 and self._is_as_decided(decision, kind)
         if heard_s is not None:

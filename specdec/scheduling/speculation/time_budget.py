@@ -11,6 +11,8 @@ from specdec.core.decaying import moved
 _DECAY = 0.25
 _LARGEST_RISE = 3.0
 """A time that is longer than this many times the usual one counts as that: something interrupted it."""
+_LONGEST_FIRST_S = 0.005
+"""The first time counts as no more: much of what it does is not done again."""
 _MOST_SAVED_S = 0.03
 """So much time may be saved up, and is there at first: some fifteen decisions."""
 
@@ -45,8 +47,8 @@ class TimeBudget:
         if goes_on:
             self._begun_s = took_s
             return
-        if self._usual_s is not None:
-            took_s = min(took_s, _LARGEST_RISE * self._usual_s)
+        longest_s = _LONGEST_FIRST_S if self._usual_s is None else _LARGEST_RISE * self._usual_s
+        took_s = min(took_s, longest_s)
         self._usual_s = moved(self._usual_s, took_s, _DECAY)
         self._saved_s = max(-_MOST_SAVED_S, self._saved_s - took_s)
 

@@ -66,7 +66,8 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
         length = TrialLength(_COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS, num_before)
         trials.begin("comparing", length, loss_s, other.kind)
     # Lockstep with nothing but what requests ask for is what plain rounds are: there is nothing to leave out.
-    if compared.kind != "plain" and not (compared.kind == "lockstep" and compared.is_as_asked):
+    has_drafts = usual is not compared.plain
+    if has_drafts and not (compared.kind == "lockstep" and compared.is_as_asked):
         plain_rate = compared.rates["plain"]
         fewest = _FEWEST_CLOSE_ROUNDS if plain_rate >= _CLOSE * usual_rate else _FEWEST_AUDIT_ROUNDS
         length = TrialLength(fewest, _MOST_AUDIT_ROUNDS, num_unsettled("plain", compared.kind))

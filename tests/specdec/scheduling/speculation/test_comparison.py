@@ -39,6 +39,13 @@ def test_a_kind_that_is_not_there_is_plain_meanwhile() -> None:
     assert alone.usual is alone.plain
 
 
+def test_what_targets_would_leave_is_asked_whatever_else_is_done() -> None:
+    alone = compared("lockstep", {"plain": 1.0}, {})
+    assert alone.in_doubt() == (None, False)
+    tried = compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}).usual
+    assert replace(alone, beyond_targets=tried).in_doubt() == (tried, True)
+
+
 def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:
     expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}
     on = compared("ping_pong", expected, {})

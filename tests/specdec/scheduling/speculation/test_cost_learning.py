@@ -168,6 +168,43 @@ def test_work_that_took_longer_than_the_answer_was_another_one() -> None:
     assert float(costs.draft.by_steps(np.full(4, 4), 100.0)[-1]) == pytest.approx(usual_s + 0.01, rel=0.02)
 
 
+@pytest.mark.parametrize("has_several", [False, True])
+def test_rounds_that_read_prompts_show_that_drafts_are_cheap_again(has_several: bool) -> None:
+    """What they take beside prompts is an upper bound: where all rounds read some, there is nothing else."""
+    costs = CostModel(profile_of(COSTS["cpu"]), max_rows=64, max_sequences=16, max_steps=8)
+    learnt = CostLearning(costs, Overheads(), has_several_drafters=has_several)
+    decision: Any = SimpleNamespace(
+        batch=SimpleNamespace(context_tokens=400.0, contexts=None, draft_contexts=None),
+        index={},
+        option=SimpleNamespace(num_branches=1),
+    )
+    budgets = {RequestId(f"r{at}"): 4 for at in range(4)}
+    usual_s = float(costs.draft.by_steps(np.full(4, 4), 100.0)[-1])
+
+    def drafted_in(factor: float, num_prompt_rows: int) -> float:
+        seconds = factor * usual_s
+        drafted = replace(
+            PLAIN,
+            budgets=budgets,
+            draft_ready_s=seconds,
+            draft_work_s=seconds,
+            num_prompt_rows=num_prompt_rows,
+        )
+        if has_several:
+            drafted = replace(drafted, drafting_s={0: seconds}, drafters=dict.fromkeys(budgets, 0))
+        for _ in range(60):
+            learnt.note(drafted, decision)
+        return float(costs.draft.by_steps(np.full(4, 4), 100.0)[-1]) / usual_s
+
+    assert drafted_in(3.0, 40) == pytest.approx(1.0), "they may be what took so long"
+    assert not learnt.doubts_drafts(4)
+    assert drafted_in(9.0, 0) == pytest.approx(9.0, rel=0.05)
+    assert learnt.doubts_drafts(4)
+    assert drafted_in(1.0, 40) == pytest.approx(1.0, rel=0.3)
+    if not has_several:
+        assert costs.draft.spread.factors.mean() == pytest.approx(1.0, rel=0.05), "drafts alone vary so much"
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.4])
 def test_drafts_behind_short_texts_say_what_steps_cost_at_the_mean(factor: float) -> None:
     """Beside a long one, whose draft rows would cost more: neither counts as if it were of mean context."""

@@ -24,10 +24,12 @@ SETTINGS = ControllerSettings(max_draft_tokens=8, caps_by_batch=((2, 4, 5),))
 
 
 def foresight_of(settings: ControllerSettings = SETTINGS) -> Foresight:
-    costs = CostModel(profile_of(COSTS["cpu"]), max_rows=64, max_sequences=16, max_steps=8)
+    costs, measured = (
+        CostModel(profile_of(COSTS["cpu"]), max_rows=64, max_sequences=16, max_steps=8) for _ in range(2)
+    )
     overheads = Overheads()
     learning = CostLearning(costs, overheads, has_several_drafters=False)
-    return Foresight(settings, RequestFacts(settings), costs, overheads, learning)
+    return Foresight(settings, RequestFacts(settings), costs, overheads, learning, measured)
 
 
 def requests() -> list[FakeRequest]:
@@ -113,6 +115,39 @@ def test_cohorts_say_what_they_would_bring_if_nobody_had_a_target() -> None:
     assert found.rate < unbounded.rate
 
 
+def test_what_targets_would_leave_if_drafts_took_what_was_measured() -> None:
+    """At the present price: it is tried for what it costs now, if that is what it still costs."""
+    foresight = foresight_of()
+    sequences = [fake_request(str(number), 100) for number in range(4)]
+    free = foresight.batch_of(sequences)
+    evaluation = foresight.evaluate(free, {})
+    plain_s, before = evaluation.plain_s, evaluation.lockstep()
+    assert before is not None
+    for one in sequences:
+        one.itl_s = 1.05 * before.round_s
+    batch = foresight.batch_of(sequences)
+    costs = foresight._costs.draft
+    budgets = {one.request_id: 4 for one in sequences}
+    for _ in range(40):
+        for num_steps in (1, 2, 4, 8):
+            steps = dict.fromkeys(budgets, num_steps)
+            usual_s = float(foresight._measured.draft.by_steps(np.full(num_steps, 4), 100.0)[-1])
+            costs.note(steps, 100.0, 1, 16.0 * usual_s, work_s=16.0 * usual_s)
+    assert foresight.evaluate(batch, {}).lockstep() is None
+    outlook = AheadOutlook(rates=np.array([0.5]), max_branches=1)
+    found = foresight.beyond_targets(batch, plain_s, ("lockstep", "draft_ahead"), outlook)
+    assert found is not None
+    assert found.kind == "lockstep"
+    assert found.round_s == pytest.approx(foresight.price_s(batch, found))
+    assert found.round_s > 2.0 * before.round_s
+    slower = foresight.beyond_targets(batch, 1.3 * plain_s, ("lockstep",), outlook)
+    assert slower is None or slower.num_draft_tokens.sum() < found.num_draft_tokens.sum(), "all is slower"
+    for one in sequences:
+        one.itl_s = 1.001 * plain_s
+    never = foresight.batch_of(sequences)
+    assert foresight.beyond_targets(never, plain_s, ("lockstep",), outlook) is None, "it never was possible"
+
+
 def test_prices_count_what_each_drafter_reads() -> None:
     """That others have long texts makes no drafts of a drafter dearer that has short ones."""
     reader = replace(COSTS["cpu"], draft=lambda n, c: 1e-4 * n + 2e-7 * c)
@@ -122,7 +157,7 @@ def test_prices_count_what_each_drafter_reads() -> None:
     settings = ControllerSettings(max_draft_tokens=8, drafter_caps=(8, 8))
     facts, overheads = RequestFacts(settings), Overheads()
     learning = CostLearning(costs, overheads, has_several_drafters=True)
-    foresight = Foresight(settings, facts, costs, overheads, learning)
+    foresight = Foresight(settings, facts, costs, overheads, learning, costs)
     sequences = [fake_request(str(number), length) for number, length in enumerate((100, 100, 20_000))]
     for one, drafter in zip(sequences, (0, 0, 1), strict=True):
         one.own_drafter = drafter

@@ -655,6 +655,51 @@ def test_a_drafter_that_was_slow_for_a_while(mode: OverlapMode, factor: float) -
     assert world.run(controller, 300).rate >= 0.9 * before
 
 
+@pytest.mark.parametrize("num_rounds", mostly_full([20, 1000], [1000]))
+@pytest.mark.parametrize("modes", mostly_full([("lockstep",), ("ping_pong",), MODES], [("lockstep",)]))
+def test_a_drafter_that_was_slow_for_a_while_beside_a_latency_target(
+    modes: Sequence[OverlapMode], num_rounds: int
+) -> None:
+    """While drafts take longer than the target allows there are none; they come back with the drafter."""
+    costs = COSTS["gpu"]
+    controller = controller_of(profile_of(costs), modes)
+    world = world_of(costs, 4)
+    slow = replace(costs, draft=lambda n, c: 16.0 * costs.draft(n, c))
+
+    def rate_over(rounds: int) -> float:
+        tokens = seconds = 0.0
+        for _ in range(rounds):
+            for request in world.requests:
+                request.itl_s = 0.05
+            booking = world.run(controller, 1)
+            tokens, seconds = tokens + booking.tokens, seconds + booking.seconds
+        return tokens / seconds
+
+    rate_over(500)
+    before = rate_over(200)
+    world.costs = slow
+    rate_over(num_rounds)
+    world.costs = costs
+    for _ in range(30):
+        if rate_over(500) >= 0.9 * before:
+            break
+    assert rate_over(300) >= 0.9 * before, controller.state
+
+
+def test_a_latency_target_that_drafts_really_break_is_hardly_ever_broken() -> None:
+    """They take 16 times as long as was measured, for good: that is asked again now and then."""
+    costs = COSTS["gpu"]
+    controller = controller_of(profile_of(costs), ("lockstep",))
+    world = world_of(replace(costs, draft=lambda n, c: 16.0 * costs.draft(n, c)), 4)
+    num_broken = 0
+    for at in range(8000):
+        for request in world.requests:
+            request.itl_s = 0.02
+        booking = world.run(controller, 1)
+        num_broken += at >= 2000 and booking.seconds > 0.02
+    assert 0 < num_broken <= 0.005 * 6000
+
+
 # ------------------------------------------------------------------------------------- its own time
 
 

@@ -43,6 +43,16 @@ def test_one_interruption_changes_little() -> None:
     assert budget.interval_s == pytest.approx(0.15)
 
 
+def test_the_first_time_says_little() -> None:
+    clock = ManualClock()
+    budget = TimeBudget(clock, 0.01)
+    take(budget, clock, 0.2)
+    assert budget.interval_s == pytest.approx(0.5)
+    for _ in range(12):
+        take(budget, clock, 0.001)
+    assert budget.interval_s == pytest.approx(0.1, rel=0.15)
+
+
 def test_haste_is_paid_for_by_what_was_saved() -> None:
     clock = ManualClock()
     budget = TimeBudget(clock, 0.01)

@@ -38,6 +38,21 @@ def test_drafts_that_requests_ask_for_are_not_left_out(kind: Kind) -> None:
     assert trials.current == (None if kind == "lockstep" else "auditing")
 
 
+def test_where_there_are_no_drafts_they_are_not_left_out_but_asked_for() -> None:
+    """Since latency targets leave none: an audit would find that nothing is lost, again and again."""
+    trials = Trials(0.5)
+    off = compared("lockstep", {"plain": 1.9}, {})
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+    begin_trial(trials, off, 4, None)
+    assert trials.current is None
+    tried = compared("lockstep", {"plain": 1.9, "lockstep": 2.0}, {}).usual._replace(round_s=4.0)
+    off = replace(off, beyond_targets=tried)
+    begin_trial(trials, off, 4, None)
+    assert trials.current == "probing"
+    assert tried_or_usual(trials, off, None) == (tried, "probing")
+
+
 def test_probes_draft_for_the_youngest() -> None:
     assert probed(np.zeros(6, dtype=np.int64)).tolist() == [0, 0, 1, 1, 1, 1]
 
