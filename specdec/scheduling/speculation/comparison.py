@@ -9,6 +9,16 @@ import numpy as np
 
 from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput import Kind, Option
+from specdec.scheduling.speculation.trials import ABOUT_AS_GOOD
+
+_LEAST_PROBED, _MOST_PROBED = 4, 16
+"""Requests that a probe drafts for, in one round, where it only asks for verdicts: a quarter of them, within
+these."""
+
+
+def num_probed(num_sequences: int) -> int:
+    """Return for how many of so many sequences a probe drafts that only asks for verdicts."""
+    return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +96,21 @@ class Comparison:
         """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
 
         That is what should be better than what is done, but was measured not to be. While speculation is off
-        it may also be lockstep, which tells most of acceptance in few rounds; not where everybody has a k of
-        its own, for then there is nothing more to draft. Where latency targets leave no drafts, it is what
-        they would leave if what drafts were learnt to cost were over.
+        it may also be what is about as good, for what that takes is as much in doubt as what is accepted,
+        where there are more requests than a probe drafts for that only asks for verdicts; or else lockstep,
+        which tells most of acceptance in few rounds. Not where everybody has a k of its own, for then there
+        is nothing more to draft. Where latency targets leave no drafts, it is what they would leave if what
+        drafts were learnt to cost were over.
         """
         if self.beyond_targets is not None:
             return self.beyond_targets, True
         others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
         best = max(others, key=lambda option: option.rate, default=None)
+        is_off = self.kind == "plain" and self.has_choice
         if best is not None and best.rate > self.usual_rate * (1.0 + self.margin):
             return best, False
-        is_off = self.kind == "plain" and self.has_choice
+        if best is not None and is_off and best.rate > self.usual_rate * (1.0 - ABOUT_AS_GOOD):
+            drafts_more = best.num_draft_tokens > self.plain.num_draft_tokens
+            if drafts_more.any() and num_probed(len(drafts_more)) < len(drafts_more):
+                return best, False
         return (self.options.get("lockstep", best), True) if is_off else (None, False)

@@ -391,7 +391,7 @@ class GoodputController:
         before = self._trials.current
         begin_trial(self._trials, compared, batch.num_sequences, longer)
         option, reason = tried_or_usual(self._trials, compared, longer)
-        if before is None and reason in _SETTLING:
+        if before is None and (reason in _SETTLING or reason == "probing"):
             self._evidence.forget_lately(option.kind)
         has_targets = math.isfinite(evaluation.bound_s) and batch.caps.any()
         if reason == "no_gain" and len(options) == 1 and has_targets:
@@ -511,8 +511,11 @@ class GoodputController:
             passed_s=passed.seconds,
         ):
             self._rhythm.note_trial_end()
+            usual = self._switch.kind or "plain"
             if trial == "auditing":
-                self._evidence.settle(self._round, ("plain", self._switch.kind or "plain"), decision)
+                self._evidence.settle(self._round, ("plain", usual), decision)
+            elif trial == "probing" and usual == "plain" and not decision.is_partial:
+                self._evidence.settle(self._round, (usual, decision.option.kind), decision)
 
     def _is_as_decided(self, decision: Decision, kind: Kind) -> bool:
         """Whether the last round was one of those that were decided on, and says something of them."""

@@ -6,17 +6,17 @@ import math
 
 import numpy as np
 
-from specdec.scheduling.speculation.comparison import Comparison
+from specdec.scheduling.speculation.comparison import Comparison, num_probed
 from specdec.scheduling.speculation.explanation import Reason
 from specdec.scheduling.speculation.goodput import AheadOutlook, Evaluation, Ints, Option
 from specdec.scheduling.speculation.settling import num_unsettled
-from specdec.scheduling.speculation.trials import TrialLength, Trials
+from specdec.scheduling.speculation.trials import ABOUT_AS_GOOD, TrialLength, Trials
 
-_LEAST_PROBED, _MOST_PROBED = 4, 16
-"""Requests that a probe drafts for, in one round: a quarter of them, within these."""
 _PROBE_VERDICTS = 48
 """Proposals that a probe brings, if it may take that long."""
-_PIPELINED_PROBE_ROUNDS = 10
+_FULL_PROBE_ROUNDS, _PIPELINED_PROBE_ROUNDS = 8, 10
+"""Of probes of many requests that tell what rounds take, too; and of those of other modes, of which the first
+ones do not."""
 _FEWEST_AUDIT_ROUNDS, _MOST_AUDIT_ROUNDS = 2, 24
 _CLOSE, _FEWEST_CLOSE_ROUNDS = 0.8, 4
 """Where plain decoding is thought to have this share of the goodput or more, audits take longer at least."""
@@ -70,14 +70,17 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
     if has_drafts and not (compared.kind == "lockstep" and compared.is_as_asked):
         plain_rate = compared.rates["plain"]
         fewest = _FEWEST_CLOSE_ROUNDS if plain_rate >= _CLOSE * usual_rate else _FEWEST_AUDIT_ROUNDS
-        length = TrialLength(fewest, _MOST_AUDIT_ROUNDS, num_unsettled("plain", compared.kind))
+        is_close = plain_rate >= (1.0 - ABOUT_AS_GOOD) * usual_rate
+        length = TrialLength(fewest, _MOST_AUDIT_ROUNDS, num_unsettled("plain", compared.kind), is_close)
         trials.begin("auditing", length, _loss_s(compared.plain.tokens, plain_rate, usual_rate))
-    tried, _ = compared.in_doubt()
+    tried, asks_for_verdicts = compared.in_doubt()
     if tried is not None:
-        num_probed = _num_probed(num_sequences)
+        number = num_probed(num_sequences)
         fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
-        fewest = max(fewest, 6 // num_probed)
-        length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // num_probed))
+        if not asks_for_verdicts and number < num_sequences:
+            fewest = max(fewest, _FULL_PROBE_ROUNDS)
+        fewest = max(fewest, 6 // number)
+        length = TrialLength(fewest, max(fewest, _PROBE_VERDICTS // number))
         # By the model alone: that rounds like these were slower is what is in doubt.
         trials.begin("probing", length, _loss_s(tried.tokens, tried.rate, usual_rate))
 
@@ -104,12 +107,8 @@ def tried_or_usual(trials: Trials, compared: Comparison, longer: Option | None) 
 
 def probed(chosen: Ints) -> Ints:
     """Draft for the youngest only: drafters have least to read of them. At least one token each. [N]"""
-    is_probed = np.arange(len(chosen)) >= len(chosen) - _num_probed(len(chosen))
+    is_probed = np.arange(len(chosen)) >= len(chosen) - num_probed(len(chosen))
     return np.where(is_probed, np.maximum(chosen, 1), 0)
-
-
-def _num_probed(num_sequences: int) -> int:
-    return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
 def _loss_s(tokens: float, rate: float, usual_rate: float) -> float:

@@ -57,7 +57,7 @@ _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching
 _MOST_DOUBLINGS_UNANSWERED = 3
 """Of probes in which there was not one draft: they say nothing of drafts, only that whoever makes them was
 away, and may be back at any time."""
-_ABOUT_AS_GOOD = 0.06
+ABOUT_AS_GOOD = 0.06
 _FAR_FROM_AS_GOOD = 0.2
 """What a round of a probe may be expected to lose, as a share, where it is about as good either way; and what
 those of the last one may have lost, for it to be believed."""
@@ -76,6 +76,8 @@ class TrialLength(NamedTuple):
     """In all."""
     num_before: int = 0
     """Those of the change, about, which cost something and do not count."""
+    is_of_close_call: bool = False
+    """Of an audit: whether what it leaves out is hardly better than nothing."""
 
 
 class Trials:
@@ -131,12 +133,17 @@ class Trials:
         return self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial] << num_doublings
 
     def _is_close_call(self, trial: Trial, length: TrialLength, loss_s: float) -> bool:
-        """Whether a probe may begin, however little the last ones have changed."""
-        if self.current is not None or trial != "probing":
+        """Whether a probe may begin, or an audit of what is hardly better, however little the last ones have
+        changed.
+        """
+        if self.current is not None or not (trial == "probing" or length.is_of_close_call):
             return False
+        last_s = self._probe_loss_s if trial == "probing" else self._audit_loss_s or 0.0
         usual_s = self._seconds_since / max(1, self._num_rounds_since)
-        is_close = loss_s <= _ABOUT_AS_GOOD * usual_s and self._probe_loss_s <= _FAR_FROM_AS_GOOD * usual_s
-        is_paid = loss_s * length.most <= self._share * self._seconds_since
+        is_close = loss_s <= ABOUT_AS_GOOD * usual_s and last_s <= _FAR_FROM_AS_GOOD * usual_s
+        num_rounds = length.most if trial == "probing" else length.num_before + length.fewest
+        share = self._share * _SHARES[_purse(trial)]
+        is_paid = max(loss_s, last_s) * num_rounds <= share * self._seconds_since
         return is_close and is_paid and self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial]
 
     def begin(self, trial: Trial, length: TrialLength, loss_s: float, other_mode: Kind | None = None) -> None:

@@ -544,7 +544,8 @@ def test_acceptance_that_comes_back_is_noticed(name: str, number: int) -> None:
     world.acceptance = lambda _round, _request: 0.95
     rates = fixed_rates(name, number, 128, 0.95, MODES)
     world.run(controller, 3200)
-    assert world.run(controller, 300).rate >= 0.94 * max(rates.values())
+    # Whether drafts are there is a matter of luck in draft_ahead, which a longer run evens out.
+    assert world.run(controller, max(300, 1600 // number)).rate >= 0.94 * max(rates.values())
 
 
 @pytest.mark.parametrize(("is_told", "least", "most"), [(True, FLOOR, 1.1), (False, 0.0, 0.8)])

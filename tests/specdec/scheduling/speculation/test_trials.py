@@ -175,8 +175,40 @@ def test_what_is_about_as_good_is_probed_as_often_as_its_loss_allows(
     assert is_as_soon or waited[-1] > 300, waited
 
 
+def test_what_the_last_probe_has_lost_counts_whatever_is_expected() -> None:
+    """By the model these rounds gain; they lost a tenth, so that the next probe waits until that is paid."""
+    trials = Trials(0.004)
+    waited = []
+    for _ in range(8):
+        number = 0
+        while not probe(trials, -0.01 * ROUND_S, 0.1 * ROUND_S):
+            rounds(trials, 1)
+            number += 1
+        waited.append(number)
+    assert 500 < waited[-1] < 600, waited
+
+
+@pytest.mark.parametrize(("share_lost", "is_as_soon"), [(0.01, True), (0.01, False)])
+def test_what_is_hardly_better_is_audited_as_often_as_its_loss_allows(
+    share_lost: float, is_as_soon: bool
+) -> None:
+    """Whether drafts gain anything may change with every k: it is not asked less and less often."""
+    trials, loss_s = Trials(0.004), share_lost * ROUND_S
+    waited = []
+    for _ in range(6):
+        number = 0
+        while trials.current is None:
+            rounds(trials, 1)
+            number += 1
+            trials.begin("auditing", LENGTH._replace(is_of_close_call=is_as_soon), loss_s)
+        audit(trials, loss_s)
+        waited.append(number)
+    assert (max(waited[1:]) <= 48) is is_as_soon, waited
+    assert is_as_soon or waited[-1] > 300, waited
+
+
 def test_probes_lose_no_more_than_their_share_whatever_was_expected_of_them() -> None:
-    trials, lost_s, spent_s, really_s = Trials(0.004), 0.0, 0.0, 0.2 * ROUND_S
+    trials, lost_s, spent_s, really_s = Trials(0.004), 0.0, 0.0, 0.15 * ROUND_S
     for _ in range(20_000):
         trials.begin("probing", LENGTH, 0.0)
         lost = really_s if trials.current == "probing" else 0.0
