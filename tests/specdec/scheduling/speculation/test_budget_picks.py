@@ -113,7 +113,9 @@ def test_drafting_is_not_given_up_before_every_budget_was_looked_at(seed: int) -
     controller = controller_of("self", BUDGETS)
     world = world_of("self", 4, CASES["more is better"], picks=True, seed=seed)
     world.run(controller, 900)
-    assert controller.state.is_speculating
+    assert world.run(controller, 300).speculating_rounds >= 200, (
+        "trials of the others may end it for a moment"
+    )
     assert [one.kv_budget for one in world.requests].count(8192) >= 3
 
 
