@@ -14,6 +14,9 @@ A probe pays for all its rounds together: with few requests, whose drafts are ra
 lose and some gain much. And one of what is about as good either way waits no longer than until its share of
 the time since the last one covers it: only many verdicts tell that apart.
 
+What the last one really lost counts there, too: by the model such rounds may gain. Audits of what is hardly
+better than nothing are as frequent as that costs little, for the same reason.
+
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
 is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
 have brought just before it, it goes on, because then what is believed is wrong. A comparison goes on until

@@ -28,6 +28,7 @@ from specdec.scheduling.speculation.controller import (
     bounded_choice,
 )
 from specdec.scheduling.speculation.cost import assumed_profile
+from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
 from specdec.scheduling.speculation.decision import Decision
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
@@ -654,6 +655,25 @@ def test_a_drafter_that_was_slow_for_a_while(mode: OverlapMode, factor: float) -
         if world.run(controller, 500).rate >= 0.9 * before:
             break
     assert world.run(controller, 300).rate >= 0.9 * before
+
+
+@pytest.mark.parametrize("is_learnt_from", [True, False])
+def test_probes_of_drafts_that_are_in_doubt_are_learnt_from_round_by_round(
+    is_learnt_from: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were 100 times slower for a while. Control: from one round of a probe it takes far longer."""
+    if not is_learnt_from:
+        monkeypatch.setattr(CostLearning, "doubts_drafts", lambda *_: False)
+    costs = COSTS["gpu"]
+    controller = controller_of(profile_of(costs), ("lockstep",))
+    world = world_of(costs, 16)
+    world.run(controller, 500)
+    before = world.run(controller, 300).rate
+    world.costs = replace(costs, draft=lambda n, c: 100.0 * costs.draft(n, c))
+    world.run(controller, 1000)
+    world.costs = costs
+    world.run(controller, 4500)
+    assert (world.run(controller, 500).rate >= 0.9 * before) is is_learnt_from, controller.state
 
 
 @pytest.mark.parametrize("num_rounds", mostly_full([20, 1000], [1000]))
