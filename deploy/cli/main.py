@@ -472,6 +472,8 @@ def online(
     from deploy.load.report import objectives_of
     from specdec.core.errors import ConfigError
 
+    if vocab_size is not None and prompts is not None:
+        raise ConfigError("--vocab-size: is for made-up prompts; leave it out, or --prompts")
     if vocab_size is not None and endpoint == "chat":
         raise ConfigError("--vocab-size: only completions take token ids; leave it out, or --endpoint chat")
     if trace is not None:

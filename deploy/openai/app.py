@@ -38,7 +38,7 @@ from deploy.openai.logprobs import INLINE_LOGPROBS, num_logprobs_of
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
 from deploy.openai.outputs import GRACE_S, ChoiceOutputs
-from deploy.openai.paths import HEALTH_PATH, METRICS_PATH
+from deploy.openai.paths import HEALTH_PATH, METRICS_PATH, TrailingSlashes
 from deploy.openai.protocol import ChatBody, CompletionBody
 from deploy.openai.requests import (
     ENCODING_HEADER,
@@ -145,7 +145,9 @@ def create_app(
         openapi_url=None,  # FastAPI's has neither bodies nor answers: routes read and write them themselves
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
         middleware=[
+            Middleware(TrailingSlashes),
             # Outside of all that counts, logs and asks for keys: browsers ask first, and without a key.
             *([Middleware(CORSMiddleware, **_cross_origin(settings))] if settings.allowed_origins else []),
             *([] if tracing is None else [Middleware(TraceRequests, tracing=tracing)]),

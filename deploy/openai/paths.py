@@ -1,8 +1,8 @@
-"""Which part of a path says what is asked for, and which of the paths are for anybody."""
+"""Which part of a path says what is asked for, and which paths are for anybody."""
 
 from __future__ import annotations
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.openai.document import OPENAPI_PATH
 
@@ -27,10 +27,27 @@ def route_path(scope: Scope) -> str:
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether a request needs no API key. A slash at the end is only sent on to the path without it."""
-    return route_path(scope).removesuffix("/") in _OPEN
+    """Whether a request needs no API key."""
+    return route_path(scope) in _OPEN
 
 
 def is_api(scope: Scope) -> bool:
     """Whether it is a request to the API: one that is logged and traced."""
     return route_path(scope).startswith(_API)
+
+
+class TrailingSlashes:
+    """ASGI middleware: a path with a slash at its end is the one without.
+
+    A redirect would name the scheme and host that are seen here, which are not the client's behind a proxy
+    that ends TLS, and many clients do not send a body again.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http":
+            scope = {**scope, "path": scope["path"].removesuffix("/")}
+        await self._app(scope, receive, send)

@@ -42,9 +42,10 @@ def read_documents(
 
     Without what the tokenizer begins every text with (`leading_ids`), which chat templates write, too.
     A line of JSON lines has a ``text``, a ``prompt`` (and ``completion``), ``messages`` (chat template), or
-    ``conversations`` as ShareGPT and SpecForge write them. Documents of fewer than two tokens, empty
-    conversations among them, are left out; their number is logged. Folders of ``leaving_out`` inside others
-    are not read: what a run writes would be other data when it goes on.
+    ``conversations`` as ShareGPT and SpecForge write them; these two may have a ``system`` beside them.
+    Documents of fewer than two tokens, empty conversations among them, are left out; their number is logged.
+    Folders of ``leaving_out`` inside others are not read: what a run writes would be other data when it goes
+    on.
 
     Raises:
         ConfigError: a file or line is not what it should be, or there is no text at all.
@@ -172,11 +173,11 @@ def _line(where: str, line: str, tokenizer: PreTrainedTokenizerBase) -> list[int
         if isinstance(entry.get("prompt"), str) and isinstance(completion, str):
             return _ids(tokenizer, entry["prompt"] + completion, where)
         if isinstance(entry.get("messages"), list):
-            return _chat(where, entry["messages"], tokenizer)
+            return _chat(where, [*_system(where, entry), *entry["messages"]], tokenizer)
         if isinstance(entry.get("conversations"), list):
             turns = enumerate(entry["conversations"])
             messages = [_message(f"{where}: conversations[{place}]", turn) for place, turn in turns]
-            return _chat(where, messages, tokenizer)
+            return _chat(where, [*_system(where, entry), *messages], tokenizer)
     raise ConfigError(
         f'--data: {where} must be an object with "text", "prompt" (and "completion"), all strings, '
         'or "messages", or "conversations"'
@@ -195,6 +196,16 @@ def _chat(where: str, messages: list[Any], tokenizer: PreTrainedTokenizerBase) -
             f"--data: {where}: the target's chat template does not take these messages: "
             f"{str(error) or type(error).__name__}"
         ) from error
+
+
+def _system(where: str, entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the instructions that some data sets have beside a conversation, as its first message."""
+    given = entry.get("system")
+    if given is None or given == "" or not (entry.get("messages") or entry.get("conversations")):
+        return []
+    if not isinstance(given, str):
+        raise ConfigError(f'--data: {where}: "system" must be a string')
+    return [{"role": "system", "content": given}]
 
 
 def _message(where: str, turn: Any) -> dict[str, Any]:

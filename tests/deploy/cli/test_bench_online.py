@@ -115,6 +115,8 @@ def test_another_port_is_no_server() -> None:
 
 
 def test_mistakes(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.jsonl"
+    whole.write_text('{"prompt": "a"}\n')
     halves = tmp_path / "halves.jsonl"
     halves.write_text('{"prompt": "\\ud83d\\ude00"}\n{"prompt": "\\ud83d"}\n')
     for arguments, message in (
@@ -133,6 +135,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--plot", tmp_path / "run.foo"), "has to end in one of"),
         (("--duration", 0.001, "--rate", 0.001), "no request arrives"),
         (("--vocab-size", 100, "--endpoint", "chat"), "--vocab-size"),
+        (("--vocab-size", 100, "--prompts", whole), "--vocab-size: is for made-up prompts"),
     ):
         code, stdout, stderr = invoke(*arguments)
         assert code == 2, message

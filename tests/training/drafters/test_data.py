@@ -45,6 +45,8 @@ class TestTexts:
             {"id": "3", "conversations": []},
             {"messages": []},
             {"id": "4", "conversations": others},
+            {"id": "5", "system": "o", "conversations": share_gpt[1:]},
+            {"id": "6", "system": "", "messages": spec_forge},
         ]
         (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n\n")
         (tmp_path / "a.txt").write_text("xyz")
@@ -53,7 +55,7 @@ class TestTexts:
         (tmp_path / ".venv" / "hidden.py").write_text("no")
         with caplog.at_level(logging.WARNING):
             documents = read_documents([tmp_path], tokenizer)
-        assert caplog.messages == ["--data: 2 of 9 documents have fewer than two tokens, and are left out"]
+        assert caplog.messages == ["--data: 2 of 11 documents have fewer than two tokens, and are left out"]
         assert [tokenizer.decode(document) for document in documents] == [
             "xyz",
             "abc",
@@ -62,6 +64,8 @@ class TestTexts:
             "[si][uj][ak]",
             "[ul][am]",
             "[un][an][an][an][an]",
+            "[so][uj][ak]",
+            "[ul][am]",
         ]
 
     def test_lines_of_json_end_at_line_feeds_alone(self, tmp_path: Path) -> None:
@@ -103,6 +107,11 @@ class TestTexts:
                 r'a\.jsonl:1: conversations\[0\] must be an object with "from" and "value"',
             ),
             ("a.jsonl", '{"conversations": ["ab"]}', r"a\.jsonl:1: conversations\[0\] must be an object"),
+            (
+                "a.jsonl",
+                '{"system": ["s"], "messages": [{"role": "user", "content": "c"}]}',
+                r'a\.jsonl:1: "system" must be a string',
+            ),
             ("a.txt", "", "no text in"),
             ("a.jsonl", '{"text": "ab"}\n{"text": "\\ud83d"}', r"a\.jsonl:2 has half of a surrogate pair"),
             ("a.jsonl", '{"prompt": "a", "completion": "\\udc00"}', r"a\.jsonl:1 has half of a surrogate"),
