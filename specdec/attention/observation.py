@@ -10,6 +10,7 @@ O observed rows, W blocks of the widest table, m observed rows of one sequence, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -58,11 +59,9 @@ class Observation:
         for count, query_len, first in zip(num_observed, query_lens, firsts, strict=False):
             rows += [-1] * (query_len - count)
             rows += range(first, first + count)
-        num_heads = max(layer.num_heads for layer in layers)
-        width = -(-num_blocks // _LANES) * _LANES
         return cls(
             rows=torch.tensor(rows, dtype=torch.int32),
-            masses=_zeros((sum(num_observed), num_heads, width), device),
+            masses=_zeros(_shape(sum(num_observed), num_blocks, layers), device),
             skips_windows=any(layer.sliding_window is None for layer in layers),
             num_observed=tuple(num_observed),
         )
@@ -80,6 +79,16 @@ class Observation:
     def observes(self, layer: LayerAttention) -> bool:
         """Whether the masses of this layer count."""
         return layer.sliding_window is None or not self.skips_windows
+
+
+def masses_bytes(num_rows: int, *, num_blocks: int, layers: Sequence[LayerAttention]) -> int:
+    """Return what the masses of so many observed rows take, of sequences of at most `num_blocks` blocks."""
+    return torch.float32.itemsize * math.prod(_shape(num_rows, num_blocks, layers))
+
+
+def _shape(num_rows: int, num_blocks: int, layers: Sequence[LayerAttention]) -> tuple[int, int, int]:
+    width = -(-num_blocks // _LANES) * _LANES
+    return num_rows, max(layer.num_heads for layer in layers), width
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -322,15 +322,16 @@ def _self_drafting_of(config: EngineConfig, loaded: LoadedModel) -> KvSelection 
 
 def _observed_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     """Return what the masses of one observed round take at most (`attention.observation`)."""
+    from specdec.attention.observation import masses_bytes
+
     speculative = config.speculative_config
     if not (speculative.is_self_drafting and speculative.kv.is_scored):
         return 0
-    num_rows = speculative.num_speculative_tokens + 1
-    if speculative.kv.policy == "snapkv":
-        num_rows = max(num_rows, MAX_WINDOW)
-    num_heads = max(layer.num_heads for layer in loaded.layers)
+    # Ends of prompts are observed by either policy, and nobody observes more rows than there are in a round.
+    of_one = max(speculative.num_speculative_tokens + 1, MAX_WINDOW)
+    num_rows = min(config.scheduler.max_num_seqs * of_one, config.scheduler.max_num_batched_tokens)
     num_blocks = num_blocks_for(loaded.max_model_len, config.cache.block_size)
-    return 4 * config.scheduler.max_num_seqs * num_rows * num_heads * num_blocks
+    return masses_bytes(num_rows, num_blocks=num_blocks, layers=loaded.layers)
 
 
 def _require_length(config: EngineConfig, runner: ModelRunner) -> None:

@@ -482,7 +482,11 @@ class KvBudgets:
             amount = read_budget(written)
         except ValueError as error:
             return str(error)
-        return self._config.room_fault(KvBudget(amount, self._config.floor), num_draft_tokens)
+        budget = KvBudget(amount, self._config.floor)
+        fault = self._config.room_fault(budget, num_draft_tokens)
+        if fault is None or budget.least_setting == "budget":
+            return fault
+        return f"a share is kv.floor tokens at least, and {fault}"
 
     @property
     def drafter(self) -> str | None:

@@ -61,6 +61,10 @@ class Packer:
     def _drafts_at_target(self, live: LiveRequest) -> bool:
         return self._drafting.is_at_target(live) and live.generates
 
+    def _is_followed_at_target(self, live: LiveRequest) -> bool:
+        """Whether what drafts at the target reads a request's tokens, though another may draft for it now."""
+        return self._drafts_at_target(live) or (live.generates and self._drafting.tells_tokens)
+
     def _work(
         self,
         live: LiveRequest,
@@ -93,5 +97,5 @@ class Packer:
             masks=masks,
             scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
             num_self_drafted=num_self_drafted,
-            kv_budget=live.kv_budget if self._drafts_at_target(live) else 0,
+            kv_budget=live.kv_budget if self._is_followed_at_target(live) else 0,
         )

@@ -23,6 +23,7 @@ import numpy as np
 from specdec.core.ids import RequestId
 from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
+from specdec.scheduling.speculation.drafter_budgets import remember, without_gone
 from specdec.scheduling.state import Schedulable
 
 _MARGIN = 0.03
@@ -95,7 +96,7 @@ class BudgetPicks:
         free = [one for one in sequences if not one.has_own_kv_budget]
         if not free:
             return
-        self._forget({one.request_id for one in free})
+        self._picks = without_gone(self._picks, {one.request_id for one in free})
         values = self._values(free, costs)
         self._note_best(free, values)
         if self._is_kept:
@@ -136,7 +137,7 @@ class BudgetPicks:
             self._num_new += 1
             if self._is_kept and self._num_new % _TRIED_SHARE == _TRIED_SHARE // 2:
                 pick = self._least_known({class_name})
-            self._picks[request_id] = pick
+            remember(self._picks, request_id, pick)
         return pick
 
     def _note_best(self, free: Sequence[Schedulable], values: Floats) -> None:
@@ -182,12 +183,6 @@ class BudgetPicks:
     def _change(self, one: Schedulable, option: int) -> None:
         self._picks[one.request_id] = option
         self._acceptance.reclass(one.request_id, _class_name(one.class_name, option))
-
-    def _forget(self, present: set[RequestId]) -> None:
-        if len(self._picks) > 4 * len(present) + 64:
-            # Who asks for metrics, in another thread, may be the first to ask what a request gets.
-            picks = list(self._picks.items())
-            self._picks = {one: pick for one, pick in picks if one in present}
 
 
 def _class_name(name: str, option: int) -> str:

@@ -15,6 +15,9 @@ from specdec.scheduling.state import Schedulable
 
 TRIED_SHARE = 16
 """One in so many requests tries what least is known of, in a trial, or of new ones."""
+_MOST_PICKS = 65_536
+"""Far beyond four times the most that can run at once, which `without_gone` leaves: who is present is never
+forgotten while picks are thought over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,8 @@ class DrafterBudgets:
             self._num_new += 1
             if self.is_kept and self._num_new % TRIED_SHARE == TRIED_SHARE // 2:
                 begin_with = self._least_known_of_class
-            pick = self._picks[request_id] = begin_with.get(class_name, 0)
+            pick = begin_with.get(class_name, 0)
+            remember(self._picks, request_id, pick)
         return pick
 
     def budget(self, request_id: RequestId, class_name: str) -> KvBudget:
@@ -80,6 +84,18 @@ class DrafterBudgets:
     def forget_gone(self, present: Set[RequestId]) -> None:
         """Forget what others have, once they are many."""
         self._picks = without_gone(self._picks, present)
+
+
+def remember(picks: dict[RequestId, int], request_id: RequestId, pick: int) -> None:
+    """Note what was picked for a new request.
+
+    While nothing decodes, nobody says who has gone: of very many the older half is forgotten.
+    """
+    if len(picks) >= _MOST_PICKS:
+        # A list: who asks for metrics, in another thread, may be the first to ask what a request gets.
+        for oldest in list(picks)[: _MOST_PICKS // 2]:
+            picks.pop(oldest, None)
+    picks[request_id] = pick
 
 
 def without_gone(picks: dict[RequestId, int], present: Set[RequestId]) -> dict[RequestId, int]:

@@ -35,6 +35,7 @@ from specdec.scheduling.speculation.drafter_budgets import (
     TRIED_SHARE,
     BudgetedDrafter,
     DrafterBudgets,
+    remember,
     without_gone,
 )
 from specdec.scheduling.speculation.drafter_worth import (
@@ -128,7 +129,8 @@ class DrafterPicks:
         """Return what a request gets that has no drafter of its own. New ones begin as their class does."""
         pick = self._picks.get(request_id)
         if pick is None:
-            pick = self._picks[request_id] = self._best_of_class.get(class_name, self._best)
+            pick = self._best_of_class.get(class_name, self._best)
+            remember(self._picks, request_id, pick)
         return pick
 
     @property

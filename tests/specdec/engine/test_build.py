@@ -265,15 +265,16 @@ def test_what_observed_rounds_take_is_in_the_plan(folder: Path, policy: str) -> 
     if policy == "streaming":
         assert planned == 0
         return
-    num_rows = 4 if policy == "verified" else MAX_WINDOW
+    limits = its_config.scheduler
+    num_rows = min(MAX_WINDOW, limits.max_num_batched_tokens // limits.max_num_seqs)
     largest = Observation.of(
-        [num_rows] * 4,
-        query_lens=[num_rows] * 4,
+        [num_rows] * limits.max_num_seqs,
+        query_lens=[num_rows] * limits.max_num_seqs,
         num_blocks=-(-loaded.max_model_len // 4),
         layers=loaded.layers,
         device=loaded.device,
     )
-    assert planned >= largest.masses.nbytes
+    assert planned == largest.masses.nbytes, "whose prompts end in one round, by either policy"
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,16 @@ def test_a_requests_budget_that_cannot_be_is_refused(
     assert caught.value.param == "speculation.kv_budget"
 
 
+def test_a_share_that_cannot_be_names_the_floor() -> None:
+    budgets = KvBudgets(KvSelectionConfig(policy="streaming", budget=512, floor=1), 4)
+    assert budgets.fault(8) is None
+    fault = budgets.fault("50%")
+    assert fault is not None
+    assert fault.startswith(
+        "a share is kv.floor tokens at least, and 1 tokens do not hold kv.sink_tokens (4)"
+    )
+
+
 def test_without_a_policy_there_are_no_budgets(models: Models) -> None:
     with Setting("ngram").engine(models, "llama") as engine:
         one = msgspec.structs.replace(request("a", PROMPTS[0], PARAMS["greedy"]), kv_budget=512)

@@ -337,11 +337,54 @@ def test_as_one_of_several_their_budget_changes_with_the_drafter(
     assert [one.token_ids for one in results] == bench.alone("llama", kind)
     assert metrics.by_drafter["heads"].num_accepted_tokens > 0
     assert metrics.by_drafter["lookup"].num_drafts > 0
-    assert {0, 12, 24} < seen, "0 while another has it"
+    assert {12, 24} < seen
+    assert 0 not in seen, "they hear of a request's budget while another has it, too"
     window = draft_window(config.speculative_config.at_target)
     assert window is not None
     longest = max(map(len, PROMPTS)) + 64
     assert all(blocks <= num * window.max_blocks(longest, 4) for num, blocks in held.most.items())
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_larger_budget_than_configured_counts_before_they_get_the_request(
+    bench: Bench, drafters: FittedDrafters, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    """What they leave out while another drafter has it would be lost for good."""
+    heads = {
+        "name": "heads",
+        "method": "eagle3",
+        "model": str(drafters.folder_of("eagle3")),
+        "kv": STREAMING,
+        "cache": {"block_size": 4, "num_blocks": 100},
+    }
+    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1}
+    config = config_of(bench, None, "several", model=None, drafters=[lookup, heads], controller="fixed")
+    longest = max(range(len(PROMPTS)), key=lambda index: len(PROMPTS[index]))
+    token_ids: list[int] = []
+    num_dropped: set[int] = set()
+    propose = DraftModelProposer.propose
+
+    def watched(proposer: DraftModelProposer, *arguments: Any) -> dict[RequestId, Proposal]:
+        proposals = propose(proposer, *arguments)
+        num_dropped.update(state.table.num_dropped for state in proposer.sequences._states.values())
+        return proposals
+
+    monkeypatch.setattr(DraftModelProposer, "propose", watched)
+    with Engine(config) as engine:
+        parts, num_rounds = engine._parts, 0
+        assert parts.drafters is not None
+        parts.drafters.pick = lambda _request_id, _class_name: int(num_rounds >= 4)
+        one = request("a", PROMPTS[longest], KINDS["greedy"], seed=longest)
+        if not is_own:
+            engine.set_kv_budget(64)
+        engine.add_request(msgspec.structs.replace(one, kv_budget=64 if is_own else None))
+        while engine.has_work:
+            for output in engine.step():
+                token_ids += output.token_ids
+            num_rounds += 1
+        assert engine.metrics().by_drafter["heads"].num_drafts > 0
+    assert num_dropped == {0}
+    assert tuple(token_ids) == bench.alone("llama", "greedy")[longest]
 
 
 @pytest.mark.parametrize(
