@@ -160,7 +160,9 @@ def _code_key(includes: Sequence[Path]) -> str:
 @functools.cache
 def _version_of(compiler: str) -> str:
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [compiler, "--version"], capture_output=True, text=True, errors="replace", check=False
+        )
     except OSError:
         return ""  # its build says why
     return done.stdout
@@ -214,13 +216,21 @@ def _build(compiler: str, source: Path, includes: Sequence[Path], target: Path) 
 
 def _run(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_BUILD_TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} did not finish within {_BUILD_TIMEOUT_S:.0f} s") from error
     except OSError as error:
         raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        raise NativeUnavailable(f"{' '.join(command)} failed: {done.stderr.strip()[-1000:]}")
+        said = done.stderr.strip()[-1000:] or f"exit status {done.returncode}"
+        raise NativeUnavailable(f"{' '.join(command)} failed: {said}")
 
 
 def _is_intact(library: Path) -> bool:

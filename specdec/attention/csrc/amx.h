@@ -5,7 +5,8 @@
 
 #include <cstdint>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+// Numbers are packed in pairs as the vectors of bf16 have them, so a machine that hides these has no tiles either.
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__AVX512BF16__) && defined(__linux__)
 #define DH_AMX 1
 
 #include <sys/syscall.h>

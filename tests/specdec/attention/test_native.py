@@ -252,3 +252,17 @@ def test_a_compiler_that_cannot_be_run_says_so(
     monkeypatch.setenv("CXX", str(broken))
     with pytest.raises(NativeUnavailable, match=r"broken cannot be run: .*"):
         load(source, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [(r"\344 \244", r"failed: \S+ \S+$"), ("", r"failed: exit status 3$")]
+)
+def test_a_compiler_that_does_not_speak_utf_8_is_quoted(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    compiler = tmp_path / "foreign"
+    compiler.write_text(f"#!/bin/sh\nprintf '{words}'\nprintf '{words}' >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(NativeUnavailable, match=message):
+        load(source, tmp_path / "cache")
