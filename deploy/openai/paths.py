@@ -49,5 +49,5 @@ class TrailingSlashes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http":
-            scope = {**scope, "path": scope["path"].removesuffix("/")}
+            scope = {**scope, "path": scope["path"].removesuffix("/") or "/"}
         await self._app(scope, receive, send)

@@ -8,6 +8,7 @@ import hashlib
 import math
 import secrets
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -115,7 +116,7 @@ def parse_body(data: bytes, body_type: type[BodyT]) -> BodyT:
         ApiError: the body is not JSON.
     """
     try:
-        text = data.decode()
+        text = data.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise ApiError(
             400, f"The body is not UTF-8: byte {error.start} is wrong.", code="invalid_utf8"

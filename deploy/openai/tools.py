@@ -30,6 +30,7 @@ from deploy.openai.body_part import BodyPart
 from deploy.openai.json_text import read_json
 from specdec.core.sampling_params import Grammar
 from specdec.sampling.grammar_library import JSON_WHITESPACE
+from specdec.sampling.json_schema import without_annotations
 
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
@@ -227,7 +228,7 @@ def _schema_text(schema: dict[str, Any] | bool, *, whitespace_pattern: str | Non
     told: dict[str, Any] = {"whitespace_flexible": whitespace_pattern is not None, "lenient": False}
     if whitespace_pattern is not None:
         told["whitespace_pattern"] = whitespace_pattern
-    text = json.dumps(schema | {"x-guidance": told})
+    text = json.dumps(without_annotations(schema) | {"x-guidance": told})
     # This, which stands in strings alone, would have the grammar taken for GBNF.
     return text.replace("::=", ":\\u003a=")
 

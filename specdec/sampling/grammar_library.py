@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar
+from specdec.sampling.json_schema import without_annotations
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -100,7 +101,7 @@ def _written(grammar: Grammar) -> str:
         case "json_object":
             return _json_grammar('{"type": "object"}')
         case "json_schema":
-            return _json_grammar(grammar.text)
+            return _json_grammar(_schema_of(grammar.text))
         case "regex":
             return LLMatcher.grammar_from_regex(grammar.text)
         case "choice":
@@ -110,6 +111,13 @@ def _written(grammar: Grammar) -> str:
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case "grammar":
             return LLMatcher.grammar_from_lark(_lark(grammar))
+
+
+def _schema_of(text: str) -> str:
+    try:
+        return json.dumps(without_annotations(json.loads(text)))
+    except (ValueError, RecursionError):  # whose words are the compiler's
+        return text
 
 
 def _json_grammar(schema: str) -> str:

@@ -743,3 +743,9 @@ def test_clients_can_look_up_every_code() -> None:
     codes = {*named - stay_inside, *of_the_door, *_codes_in_sources()}
     assert {"rate_limit_exceeded", "origin_not_allowed", "request_lost"} < codes
     assert {code for code in codes if f"`{code}`" not in section} == set()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body(door: Door) -> None:
+    content = b'\xef\xbb\xbf{"prompt": "abc", "max_tokens": 2}'
+    response = door.post("/v1/completions", content=content)
+    assert response.status_code == 200

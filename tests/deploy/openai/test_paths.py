@@ -69,7 +69,9 @@ def test_what_is_open_takes_none(prefix: str, path: str) -> None:
 )
 def test_whatever_else_there_is_takes_one(prefix: str, path: str) -> None:
     assert ask("GET", path, prefix).status_code == 401
-    assert ask("GET", path, prefix, WITH_KEY).status_code == 404
+    unknown = ask("GET", path, prefix, WITH_KEY)
+    assert unknown.status_code == 404
+    assert error_of(unknown)["message"].startswith("Unknown request URL: GET /")
 
 
 def test_a_route_that_is_added_takes_one() -> None:
