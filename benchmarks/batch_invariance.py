@@ -88,7 +88,7 @@ def _runner(loaded: LoadedModel, compile_config: CompileConfig | None = None) ->
         loaded,
         CacheConfig(block_size=_BLOCK_SIZE, num_blocks=1 + 32 * _BLOCKS_PER_SEQUENCE),
         max_num_seqs=32,
-        backend=attention_of(loaded, "auto"),
+        backend=attention_of(loaded, "auto", CompileConfig()),
     )
     if compile_config is not None:
         accelerate(runner, compile_config)

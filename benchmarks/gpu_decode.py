@@ -111,7 +111,7 @@ class Subject:
             self.loaded,
             CacheConfig(block_size=_BLOCK_SIZE, num_blocks=1 + -(-num_tokens // _BLOCK_SIZE)),
             max_num_seqs=128,
-            backend=attention_of(self.loaded, "triton"),
+            backend=attention_of(self.loaded, "triton", CompileConfig()),
         )
         for pool in (*self.runner.pool.keys, *self.runner.pool.values):
             pool.normal_()

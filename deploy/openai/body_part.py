@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -14,12 +14,15 @@ class BodyPart(BaseModel):
         extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, protected_namespaces=()
     )
 
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that clients write and that mean nothing here, whatever they hold."""
+
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        given = {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in data.items() if value is not None and name not in cls.ignored}
         if len(given) <= len(cls.model_fields):
             return given
         # Some are unknown. Pydantic would list each of half a million, where the first is all that is told.

@@ -11,18 +11,24 @@ from pydantic.json_schema import models_json_schema
 from deploy.openai.bodies import ChatResponse, CompletionResponse, ModelCard, ModelList
 from deploy.openai.errors import ErrorBody
 from deploy.openai.protocol import (
+    ADDED_TO_REPLIES,
     EMPTY_REPLY_FIELDS,
     HARMLESS,
     NOT_SUPPORTED_YET,
     ChatBody,
     ChatMessage,
     CompletionBody,
+    RefusalPart,
+    TextPart,
 )
+from deploy.openai.tools import CalledFunction, EarlierCall, Tool, ToolFunction
 from deploy.status import STATUS_PATH, Status
 
 OPENAPI_PATH = "/openapi.json"
 _REFERENCE = "#/components/schemas/"
 _ANSWERS = (CompletionResponse, ChatResponse, ModelList, ModelCard, Status, ErrorBody)
+_PARTS = (ChatMessage, TextPart, RefusalPart, Tool, ToolFunction, EarlierCall, CalledFunction)
+"""Parts of bodies in which something is ignored."""
 _REFUSALS = {
     "401": "API keys are configured, and none or a wrong one was sent.",
     "500": "Something broke that the client can do nothing about.",
@@ -116,9 +122,14 @@ def _as_taken(bodies: dict[str, Any]) -> dict[str, Any]:
     for body in (CompletionBody, ChatBody):
         properties = bodies[body.__name__]["properties"]
         bodies[body.__name__]["properties"] = ignored | neutral | properties
+    for part in _PARTS:
+        bodies[part.__name__]["properties"] |= {
+            name: {"description": "Ignored."} for name in sorted(part.ignored)
+        }
     message = bodies[ChatMessage.__name__]
     message["required"] = [name for name in message["required"] if name != "content"]
     message["properties"]["content"] = _or_null(message["properties"]["content"])
+    message["properties"] |= {name: {"description": "Ignored."} for name in sorted(ADDED_TO_REPLIES)}
     for name in sorted(EMPTY_REPLY_FIELDS):
         message["properties"][name] = {"description": "Not supported yet.", "enum": [None, []]}
     return bodies

@@ -326,8 +326,9 @@ class TextPart(BodyPart):
 
     type: Literal["text"]
     text: str
-    prompt_cache_breakpoint: Any = None
-    """Accepted and ignored: every prompt is looked for in the prefix cache."""
+
+    # Every prompt is looked for in the prefix cache.
+    ignored = frozenset({"cache_control", "prompt_cache_breakpoint"})
 
 
 class RefusalPart(BodyPart):
@@ -335,6 +336,8 @@ class RefusalPart(BodyPart):
 
     type: Literal["refusal"]
     refusal: str
+
+    ignored = frozenset({"cache_control"})
 
     @property
     def text(self) -> str:
@@ -357,8 +360,9 @@ EMPTY_REPLY_FIELDS = frozenset({"annotations", "audio", "function_call"})
 _MESSAGE_TYPES = ("text", "message")
 """What some clients write into every message (lm-evaluation-harness: text): no other kinds are known."""
 _REFUSAL = "refusal"
-_PARSED = "parsed"
-"""What OpenAI's library has made of the content of a reply that it parses: nothing new."""
+_REASONING = "reasoning"
+ADDED_TO_REPLIES = frozenset({"id", "parsed", "provider_specific_fields", _REASONING, "thinking_blocks"})
+"""What clients' libraries and gateways have made of a reply: nothing new."""
 
 
 _Text = Annotated[str, Tag("<text>")]
@@ -384,6 +388,11 @@ class ChatMessage(BodyPart):
     """Calls that the assistant made."""
     tool_call_id: str | None = None
     """The call whose result this is."""
+    reasoning_content: str | None = None
+    """What the assistant thought before it answered (or `reasoning`). Passed to the chat template, which may
+    ignore it."""
+
+    ignored = frozenset({"cache_control"})
 
     @model_validator(mode="before")
     @classmethod
@@ -399,9 +408,12 @@ class ChatMessage(BodyPart):
                 raise ValueError(f"{name} is not supported yet")
         if data.get(_REFUSAL) in ("", []):
             dropped.add(_REFUSAL)
-        if data.get("role") == "assistant":
-            dropped.add(_PARSED)
+        is_reply = data.get("role") == "assistant"
+        if is_reply:
+            dropped |= ADDED_TO_REPLIES
         kept = {name: value for name, value in data.items() if name not in dropped}
+        if is_reply and isinstance(data.get(_REASONING), str):
+            kept.setdefault("reasoning_content", data[_REASONING])
         if (kept.get("tool_calls") or kept.get(_REFUSAL)) and kept.get("content") is None:
             kept["content"] = ""
         return kept
@@ -417,6 +429,8 @@ class ChatMessage(BodyPart):
         )
         if self.refusal is not None or has_refused_part:
             raise ValueError("refusals are for messages of the assistant")
+        if self.reasoning_content is not None:
+            raise ValueError("reasoning_content is for messages of the assistant")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -429,6 +443,8 @@ class ChatMessage(BodyPart):
             message["name"] = self.name
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message

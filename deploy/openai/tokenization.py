@@ -29,9 +29,9 @@ MAX_WAITING_CHARACTERS = 8 << 20
 _CHARACTERS_PER_S = 1e6
 """Roughly, for who asks how long that takes."""
 _MESSAGE_CHARACTERS = 64
-_TEXT_FIELDS = ("content", "name", "tool_call_id")
-"""Of a message: what a client may make as long as it likes, and a chat template may write."""
 """What a message counts as beside its content: the template writes something around it."""
+_TEXT_FIELDS = ("content", "name", "reasoning_content", "tool_call_id")
+"""Of a message: what a client may make as long as it likes, and a chat template may write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 from deploy.openai.body_part import BodyPart
 from deploy.openai.json_text import read_json
 from specdec.core.sampling_params import Grammar
-from specdec.sampling.grammar_library import JSON_WHITESPACE
+from specdec.sampling.grammar_library import JSON_WHITESPACE, STANDS_FOR
 from specdec.sampling.json_schema import without_annotations
 
 OPENING = "<tool_call>"
@@ -58,6 +58,8 @@ class ToolFunction(BodyPart):
     """Accepted and ignored: arguments satisfy the schema where a grammar keeps calls to it (forced ones, and
     those beside a `response_format`)."""
 
+    ignored = frozenset({"cache_control"})
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
@@ -79,6 +81,8 @@ class Tool(BodyPart):
 
     type: Literal["function"]
     function: ToolFunction
+
+    ignored = frozenset({"cache_control"})
 
 
 class NamedFunction(BodyPart):
@@ -113,21 +117,19 @@ class CalledFunction(BodyPart):
     """A function that was called earlier in the conversation."""
 
     name: str
-    arguments: str
-    """JSON."""
-    parsed_arguments: Any = None
-    """Accepted and ignored: OpenAI's library adds it to what it has parsed."""
+    arguments: str = ""
+    """JSON, unless the model has failed to write any."""
 
-    @field_validator("arguments")
-    @classmethod
-    def _check_arguments(cls, arguments: str) -> str:
+    ignored = frozenset({"parsed_arguments"})  # OpenAI's library adds it to what it has parsed
+
+    @property
+    def read_arguments(self) -> dict[str, Any] | str:
+        """The arguments as an object, or as they were written if they are none."""
         try:
-            is_object = isinstance(read_json(arguments or "{}"), dict)
-        except ValueError as error:
-            raise ValueError(f"must be JSON: {error}") from None
-        if not is_object:
-            raise ValueError("must be a JSON object")
-        return arguments
+            read = read_json(self.arguments or "{}")
+        except ValueError:
+            return self.arguments
+        return read if isinstance(read, dict) else self.arguments
 
 
 class EarlierCall(BodyPart):
@@ -135,18 +137,15 @@ class EarlierCall(BodyPart):
 
     id: str = ""
     type: Literal["function"] = "function"
-    index: int | None = None
-    """Accepted and ignored: some clients leave it in what they collected from a stream."""
     function: CalledFunction
+
+    # What clients leave in that they collected from a stream, and what gateways to other services add.
+    ignored = frozenset({"index", "cache_control", "extra_content", "provider_specific_fields"})
 
     def for_template(self) -> dict[str, Any]:
         """Return it as chat templates expect it."""
-        arguments = read_json(self.function.arguments or "{}")
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
+        function = {"name": self.function.name, "arguments": self.function.read_arguments}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 def _object_or_word(value: object) -> object:
@@ -195,9 +194,10 @@ def answer_or_calls(answer: Grammar, tools: list[Tool], *, is_parallel: bool) ->
     have backslashes.
     """
     schema = {"type": "object"} if answer.kind == "json_object" else json.loads(answer.text)
+    text = _schema_text(schema, whitespace_pattern=JSON_WHITESPACE)
     rules = [
         "start: answer | calls",
-        f"answer: %json {_schema_text(schema, whitespace_pattern=JSON_WHITESPACE)}",
+        f"answer: %json {text} {STANDS_FOR}{answer.param}",
         *_call_rules(tools, is_parallel=is_parallel),
     ]
     # Either may be what cannot be kept to, which the compiler does not tell apart.
@@ -214,7 +214,10 @@ def _call_rules(tools: list[Tool], *, is_parallel: bool) -> list[str]:
         head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
         schema = _schema_text(tool.function.parameters | {"type": "object"})
         # A schema of its own, not a part of one of the call: its references start at its root.
-        rules += [f"{call}: {head} {call}_arguments", f"{call}_arguments: %json {schema}"]
+        rules += [
+            f"{call}: {head} {call}_arguments",
+            f"{call}_arguments: %json {schema} {STANDS_FOR}parameters of {tool.function.name}",
+        ]
     return rules
 
 

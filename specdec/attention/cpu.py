@@ -50,7 +50,6 @@ class NativeStep(ctypes.Structure):
         ("context_lens", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
         ("ancestor_mask", ctypes.c_void_p),
         ("num_rows", ctypes.c_int32),
         ("num_sequences", ctypes.c_int32),
@@ -58,7 +57,6 @@ class NativeStep(ctypes.Structure):
         ("mask_width", ctypes.c_int32),
         ("observation", NativeObservation),
         ("num_known", ctypes.c_void_p),
-        ("node_positions", ctypes.c_void_p),
         ("is_tree", ctypes.c_void_p),
     ]
 
@@ -170,14 +168,12 @@ def native_step(metadata: AttentionMetadata) -> NativeStep:
         metadata.context_lens.data_ptr(),
         metadata.block_tables.data_ptr(),
         metadata.slot_mapping.data_ptr(),
-        metadata.positions.data_ptr(),
         None if mask is None else mask.data_ptr(),
         metadata.num_rows,
         metadata.num_sequences,
         metadata.block_tables.shape[1],
         0 if mask is None else mask.shape[1],
         NativeObservation() if observation is None else native_observation(observation),
-        None,
         None,
         None if is_tree is None else is_tree.data_ptr(),
     )

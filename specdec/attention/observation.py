@@ -1,6 +1,7 @@
 """What rows attend to, block by block: asked for by who selects blocks, found while attention is computed.
 
-The mass of a block is the sum of the softmax weights that a row gives to the block's tokens. Masses are
+The mass of a block is the sum of the softmax weights that a row gives to the block's tokens. Nodes of a tree
+count where they would lie if the path of the row were a chain, as they will once it is accepted. Masses are
 summed over the observed layers: those without a sliding window, where a model has such (others say nothing
 about what is far away), else all. What a sink attracts is part of the sum: 1 for each head and layer.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -149,17 +150,28 @@ def _masses(
     num_blocks = -(-context_len // block_size)
     grouped = query_mHD.reshape(num_rows, layer.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     folded = grouped.reshape(layer.num_kv_heads, -1, head_dim)
-    hidden = _hidden(metadata, layer, sequence, num_rows)
+    own_m, path_mq = _paths(metadata, sequence, num_rows)
+    start = context_len - metadata.query_lens_host[sequence]
+    own_block = start // block_size
     maxima, sums = [], []
-    for first in range(0, num_blocks, _BLOCKS_AT_ONCE):
-        last = min(first + _BLOCKS_AT_ONCE, num_blocks)
+    for first, last in pairwise([*range(0, own_block, _BLOCKS_AT_ONCE), own_block, num_blocks]):
+        if first == last:
+            continue
         table = metadata.block_tables[sequence, first:last].long()
         keys = key_cache[table].transpose(0, 1).reshape(layer.num_kv_heads, -1, head_dim)
         scores = torch.matmul(folded, keys.transpose(1, 2)).float().mul_(layer.scaling)
         if layer.softcap is not None:
             scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
         by_row = scores.view(num_heads, num_rows, (last - first) * block_size)
-        by_row.masked_fill_(hidden[:, first * block_size : last * block_size], float("-inf"))
+        place = torch.arange(first * block_size, last * block_size, device=keys.device)
+        if first == own_block and path_mq is not None:
+            behind = (place - start).clamp(0, path_mq.shape[1] - 1)
+            node_mk = torch.where(place < start, place - start, path_mq[:, behind])
+            by_row = by_row.gather(2, (node_mk + start - place[0]).expand_as(by_row))
+        hidden = place > own_m[:, None]
+        if layer.sliding_window is not None:
+            hidden |= own_m[:, None] - place >= layer.sliding_window
+        by_row.masked_fill_(hidden, float("-inf"))
         # Where nothing is seen in these blocks: any finite number.
         largest = by_row.amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).min)
         weights = by_row.sub_(largest).exp_()
@@ -170,23 +182,21 @@ def _masses(
     return masses.div_(masses.sum(-1, keepdim=True)).transpose(0, 1)
 
 
-def _hidden(metadata: AttentionMetadata, layer: LayerAttention, sequence: int, num_rows: int) -> torch.Tensor:
-    """bool [m, b * P]: what the last rows of one sequence must not see."""
-    query_len = metadata.query_lens_host[sequence]
-    context_len, block_size = metadata.context_lens_host[sequence], metadata.block_size
-    end = sum(metadata.query_lens_host[: sequence + 1])
+def _paths(
+    metadata: AttentionMetadata, sequence: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where the last rows of one sequence stand in chains of what they see, and these chains.
+
+    Returns:
+        int64 [m] places in the sequence's cache, and int64 [m, query_len] nodes in the order of the chain,
+        those that a row does not see last; None where there is no tree.
+    """
+    query_len, start_row = metadata.query_lens_host[sequence], sum(metadata.query_lens_host[:sequence])
     device = metadata.positions.device
-    keys = torch.arange(-(-context_len // block_size) * block_size, device=device)
-    own = keys - (context_len - query_len)  # < 0: older than this step
-    positions = metadata.positions[end - num_rows : end]
+    start = metadata.context_lens_host[sequence] - query_len
     if metadata.ancestor_mask is None:
-        visible = own <= torch.arange(query_len - num_rows, query_len, device=device)[:, None]
-        key_positions = keys
-    else:
-        own_row = own.clamp(0, query_len - 1)
-        related = metadata.ancestor_mask[end - num_rows : end][:, own_row]
-        visible = (own < 0) | ((own < query_len) & related)
-        key_positions = torch.where(own < 0, keys, metadata.positions[end - query_len : end][own_row])
-    if layer.sliding_window is not None:
-        visible = visible & (positions[:, None] - key_positions < layer.sliding_window)
-    return ~visible
+        return torch.arange(start + query_len - num_rows, start + query_len, device=device), None
+    end = start_row + query_len
+    related_mq = metadata.ancestor_mask[end - num_rows : end, :query_len]
+    nodes_mq = torch.argsort(related_mq.int(), dim=1, descending=True, stable=True)
+    return start - 1 + related_mq.sum(1), nodes_mq

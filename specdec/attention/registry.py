@@ -34,10 +34,12 @@ def choose_backend(
     layers: Sequence[LayerAttention],
     max_context: int,
     batch_invariant: bool = False,
+    cache_dir: str | None = None,
 ) -> AttentionBackend:
     """Return the backend for a model of these layers, whose longest sequence is `max_context` tokens.
 
-    With `batch_invariant` a row's result is the same bits in every batch: C++ on a CPU, Triton on a GPU.
+    What has to be compiled for a CPU is kept in `cache_dir` (see `resolve_cache_dir`). With `batch_invariant`
+    a row's result is the same bits in every batch: C++ on a CPU, Triton on a GPU.
 
     Raises:
         ConfigError: `cpu` or `flashinfer` does not go with this device, dtype or these layers.
@@ -45,9 +47,9 @@ def choose_backend(
             and cannot be used; the text says why.
     """
     if name == "cpu":
-        return require_cpu(device, dtype, [layer.head_dim for layer in layers])
+        return require_cpu(device, dtype, [layer.head_dim for layer in layers], cache_dir)
     if batch_invariant:
-        return _invariant(device, dtype, layers, max_context)
+        return _invariant(device, dtype, layers, max_context, cache_dir)
     if name == "flashinfer":
         make_wrapper = require_flashinfer(device, dtype, [layer.head_dim for layer in layers])
         return _flashinfer(device, dtype, layers, make_wrapper)
@@ -62,8 +64,10 @@ def choose_backend(
         return SdpaAttention()
 
 
-def require_cpu(device: torch.device, dtype: torch.dtype, head_dims: Sequence[int]) -> CpuPagedAttention:
-    """Return the C++ attention, for a model that it can run.
+def require_cpu(
+    device: torch.device, dtype: torch.dtype, head_dims: Sequence[int], cache_dir: str | None = None
+) -> CpuPagedAttention:
+    """Return the C++ attention, for a model that it can run; what is compiled is kept in `cache_dir`.
 
     Raises:
         ConfigError: it does not go with the device or the dtype.
@@ -73,13 +77,13 @@ def require_cpu(device: torch.device, dtype: torch.dtype, head_dims: Sequence[in
     if reason is not None:
         raise ConfigError(f"attention_backend cpu: {reason}")
     try:
-        return _native(dtype, head_dims)
+        return _native(dtype, head_dims, cache_dir)
     except NativeUnavailable as error:
         raise ResourceError(f"attention_backend cpu: {error}; leave attention_backend out") from error
 
 
-def _native(dtype: torch.dtype, head_dims: Sequence[int]) -> CpuPagedAttention:
-    native = CpuPagedAttention()
+def _native(dtype: torch.dtype, head_dims: Sequence[int], cache_dir: str | None) -> CpuPagedAttention:
+    native = CpuPagedAttention(cache_dir)
     unknown = [head_dim for head_dim in head_dims if not native.supports(dtype, head_dim)]
     if unknown:
         raise NativeUnavailable(f"the C++ attention does not run {dtype} with heads of {unknown[0]}")
@@ -125,12 +129,16 @@ def _flashinfer(
 
 
 def _invariant(
-    device: torch.device, dtype: torch.dtype, layers: Sequence[LayerAttention], max_context: int
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: Sequence[LayerAttention],
+    max_context: int,
+    cache_dir: str | None,
 ) -> AttentionBackend:
     try:
         if device.type == "cuda":
-            return _triton(device, dtype, layers, max_context, splits_all=True)
-        return _native(dtype, [layer.head_dim for layer in layers])
+            return _triton(device, dtype, layers, max_context, batch_invariant=True)
+        return _native(dtype, [layer.head_dim for layer in layers], cache_dir)
     except (TritonUnavailable, NativeUnavailable) as error:
         raise ResourceError(f"batch_invariant: {error}; without it, leave batch_invariant out") from error
 
@@ -141,9 +149,9 @@ def _triton(
     layers: Sequence[LayerAttention],
     max_context: int,
     *,
-    splits_all: bool = False,
+    batch_invariant: bool = False,
 ) -> TritonPagedAttention:
-    backend = TritonPagedAttention(device, max_context=max_context, splits_all=splits_all)
+    backend = TritonPagedAttention(device, max_context=max_context, batch_invariant=batch_invariant)
     for layer in layers:
         if not backend.supports(dtype, layer.head_dim):
             raise TritonUnavailable(f"it does not run {dtype} with heads of {layer.head_dim}")

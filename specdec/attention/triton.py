@@ -103,6 +103,8 @@ class _Plan:
     metadata: AttentionMetadata
     row_sequences: torch.Tensor | None = None
     """int32 [T]: sequence of each row, negative for padding; made when a combination needs it."""
+    is_tree: torch.Tensor | None = None
+    """uint8 [S]: which sequences are trees; made when something batch-invariant needs it."""
     works: dict[_Kind, tuple[_Work, ...]] = field(default_factory=dict)
 
 
@@ -113,13 +115,14 @@ class TritonPagedAttention:
     observes = False
     reads_packed = False
 
-    def __init__(self, device: torch.device, *, max_context: int, splits_all: bool = False) -> None:
+    def __init__(self, device: torch.device, *, max_context: int, batch_invariant: bool = False) -> None:
         """Prepare for one device and model.
 
         Args:
             device: a CUDA device; the CPU only under Triton's interpreter (TRITON_INTERPRET=1).
             max_context: longest sequence in tokens.
-            splits_all: long chunks of prompts are computed as all others are, row by row with the same bits.
+            batch_invariant: long chunks of prompts are computed as all others are, and nodes of trees as ends
+                of chains, row by row with the same bits.
 
         Raises:
             TritonUnavailable: the package `triton` is missing, or there is no device that it can use.
@@ -133,7 +136,8 @@ class TritonPagedAttention:
         self._kernels = _import_kernels()
         self._device = device
         self._shared_bytes, self._num_processors = _device_limits(device)
-        self._max_split_rows = None if splits_all else MAX_SPLIT_ROWS
+        self._max_split_rows = None if batch_invariant else MAX_SPLIT_ROWS
+        self._in_order = batch_invariant
         self.split_keys = split_keys_for(max_context)
         self.max_splits = -(-max_context // self.split_keys)
 
@@ -184,7 +188,9 @@ class TritonPagedAttention:
             num_rows=static.row_sequences.shape[0],
             num_partials=static.num_partials if self.max_splits > 1 else 0,
         )
-        return _Plan(metadata=static.metadata, row_sequences=static.row_sequences, works={kind: (work,)})
+        plan = _Plan(metadata=static.metadata, row_sequences=static.row_sequences, works={kind: (work,)})
+        _is_tree(plan)  # now, and not while launches are recorded
+        return plan
 
     def static_size(self, layers: Sequence[LayerAttention], dtype: torch.dtype, num_rows: int) -> StaticSize:
         """Return how much work of `num_rows` rows is made room for: all there can be, within limits.
@@ -278,6 +284,7 @@ class TritonPagedAttention:
         kind = _kind(layer, query.dtype)
         tile = self._tile(kind, is_split=work.is_split)
         mask = metadata.ancestor_mask
+        in_order = self._in_order and mask is not None
         partials = _Partials.allocate(work, layer, query.device)
         launch(
             self._kernels.attend_kernel,
@@ -293,6 +300,7 @@ class TritonPagedAttention:
             metadata.block_tables,
             metadata.positions,
             metadata.positions if mask is None else mask.view(torch.uint8),
+            metadata.positions if not in_order else _is_tree(plan),
             query.stride(0),
             query.stride(1),
             metadata.block_tables.shape[1],
@@ -306,6 +314,7 @@ class TritonPagedAttention:
             WINDOW=layer.sliding_window or 0,
             HAS_SOFTCAP=layer.softcap is not None,
             HAS_MASK=mask is not None,
+            IN_ORDER=in_order,
             SPLIT_KEYS=self.split_keys if work.is_split else 0,
             BLOCK_M=tile.rows,
             BLOCK_N=tile.keys,
@@ -513,6 +522,16 @@ def _row_sequences(plan: _Plan, max_split_rows: int | None) -> torch.Tensor:
         rows_T[: sum(lens)] = np.repeat(np.array(numbers, dtype=np.int32), lens)
         plan.row_sequences = torch.from_numpy(rows_T).to(metadata.positions.device)
     return plan.row_sequences
+
+
+def _is_tree(plan: _Plan) -> torch.Tensor:
+    if plan.is_tree is None:
+        metadata = plan.metadata
+        known = metadata.is_tree
+        if known is None:
+            known = torch.ones(metadata.num_sequences, dtype=torch.bool, device=metadata.positions.device)
+        plan.is_tree = known.view(torch.uint8)
+    return plan.is_tree
 
 
 def _kind(layer: LayerAttention, dtype: torch.dtype) -> _Kind:

@@ -7,6 +7,8 @@ exponential.
 A unit of work is one sequence, one tile of its query rows, one split of its keys and one key/value head. All
 tile boundaries lie at fixed positions of the sequence, never at places that depend on its company, and what a
 row does not see adds exact zeros: a row's result is the same in whatever batch, tile or number of programs.
+With IN_ORDER, nodes of trees are taken where they would lie if the path of the row were a chain, so that they
+add up to the same bits as there.
 """
 
 import triton
@@ -93,6 +95,22 @@ def _visible(
             key_position_n = start + own_n
         visible = visible & (row_position_M[:, None] - key_position_n[None, :] < WINDOW)
     return visible
+
+
+@triton.jit
+def _path(ancestor_mask, row, mask_width, wanted_n, BLOCK_N: tl.constexpr):
+    """Nodes that a row sees, by their numbers in the order of its path, int32 [n], and how many it sees."""
+    node_n = tl.zeros([BLOCK_N], tl.int32)
+    before = 0
+    for low in range(0, mask_width, BLOCK_N):
+        node_c = low + tl.arange(0, BLOCK_N)
+        seen_c = tl.load(ancestor_mask + row * mask_width + node_c, mask=node_c < mask_width, other=0) != 0
+        count_c = seen_c.to(tl.int32)
+        number_c = before + tl.cumsum(count_c, 0) - count_c
+        is_it_nc = seen_c[None, :] & (number_c[None, :] == wanted_n[:, None])
+        node_n = tl.maximum(node_n, tl.max(tl.where(is_it_nc, node_c[None, :], 0), 1))
+        before += tl.sum(count_c, 0)
+    return node_n, before
 
 
 @triton.jit
@@ -198,6 +216,7 @@ def attend_kernel(
     block_tables,
     positions,
     ancestor_mask,
+    is_tree,
     query_row_stride,
     query_head_stride,
     table_width,
@@ -211,6 +230,7 @@ def attend_kernel(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -223,9 +243,11 @@ def attend_kernel(
     `work` is int32 [num_work, 8], `triton_work.WorkUnit`s. With SPLIT_KEYS = 0 there are no splits; otherwise
     a sequence of one split writes its output, and one of several leaves partial results, fp32: `partial_out`
     [places, H, D], not divided by their sum, `partial_max` and `partial_sum` [places, H].
-    `scale` is in base 2 unless there is a softcap. DEFER_SUM adds weights up once per unit instead of once
-    per tile, which takes registers. WIDEN computes products of low-precision numbers in fp32, for the
-    interpreter, which has no bfloat16.
+    `scale` is in base 2 unless there is a softcap. With IN_ORDER, for which there must be a mask, `is_tree`
+    says which sequences are trees: from the tile of keys in which they begin, each of their rows has keys of
+    its own, so that these tiles are computed for one row of the sequence after the other. DEFER_SUM adds
+    weights up once per unit instead of once per tile, which takes registers. WIDEN computes products of
+    low-precision numbers in fp32, for the interpreter, which has no bfloat16.
 
     Reading K/V is what takes the time, so that nothing may wait between two reads: keys are copied two tiles
     ahead, the blocks that they are in are known another tile ahead, and what the next unit begins with is
@@ -333,7 +355,15 @@ def attend_kernel(
                     DEFER_SUM,
                     WIDEN,
                 )
-            for low in range(masked_from, end, BLOCK_N):
+            shared_end = end
+            last_apart = lowest_row  # rows whose last tiles are computed apart from those of others
+            if IN_ORDER:
+                is_apart = tl.load(is_tree + sequence) != 0
+                older_end = first + tl.maximum(tl.minimum(end, start) - first, 0) // BLOCK_N * BLOCK_N
+                shared_end = tl.where(is_apart, older_end, end)
+                end_row = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // RATIO + 1, query_len)
+                last_apart = tl.where(is_apart, end_row, lowest_row)
+            for low in range(masked_from, shared_end, BLOCK_N):
                 cached_n = low + index_n
                 place_n = _places(block_n, cached_n, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
                 block_n = _blocks(block_tables, sequence, table_width, cached_n + BLOCK_N, BLOCK_SIZE)
@@ -371,6 +401,40 @@ def attend_kernel(
                     DEFER_SUM,
                     WIDEN,
                 )
+            if IN_ORDER:
+                for row in range(lowest_row, last_apart):
+                    _numbers_n, seen = _path(ancestor_mask, first_row + row, mask_width, index_n, BLOCK_N)
+                    own = start + seen - 1
+                    for low in range(shared_end, tl.minimum(end, own + 1), BLOCK_N):
+                        place_n = low + index_n
+                        node_n, _all_seen = _path(
+                            ancestor_mask, first_row + row, mask_width, place_n - start, BLOCK_N
+                        )
+                        cached_n = tl.where(place_n < start, place_n, start + node_n)
+                        block_of_n = _blocks(block_tables, sequence, table_width, cached_n, BLOCK_SIZE)
+                        at_n = _places(block_of_n, cached_n, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+                        at_nD = at_n[:, None] + lane_D[None, :]
+                        exists_n = place_n <= own
+                        loaded_nD = exists_n[:, None] & in_head_D[None, :]
+                        key_nD = tl.load(key_cache + at_nD, mask=loaded_nD, other=0.0)
+                        value_nD = tl.load(value_cache + at_nD, mask=loaded_nD, other=0.0)
+                        if WINDOW > 0:
+                            exists_n = exists_n & (own - place_n < WINDOW)
+                        max_M, sum_M, acc_MD = _take_keys(
+                            query_MD,
+                            key_nD,
+                            value_nD,
+                            (row_M == row)[:, None] & exists_n[None, :],
+                            max_M,
+                            sum_M,
+                            acc_MD,
+                            scale,
+                            softcap,
+                            HAS_SOFTCAP,
+                            False,
+                            DEFER_SUM,
+                            WIDEN,
+                        )
             if DEFER_SUM:
                 total_M = tl.sum(sum_M, 1)
             else:

@@ -141,7 +141,7 @@ def _build_whole_target(
     heads = _heads_of(config, loaded)
     hidden_layers = _hidden_layers_of(config, loaded, heads)
     view = _view_of(config, loaded)
-    backend = attention_of(loaded, config.target.attention_backend)
+    backend = attention_of(loaded, config.target.attention_backend, config.target.compile)
     self_drafting, self_tree = _self_drafting_of(config, loaded), tree_shape(config.speculative_config.tree)
     drafts_chains = self_drafting is not None and self_tree is None
     if drafts_chains:
@@ -281,7 +281,7 @@ def _part_runner(
         reserved_bytes=reserved_bytes
         + _observed_bytes(config, loaded)
         + packed_weight_bytes(loaded, config.target.compile),
-        backend=attention_of(loaded, config.target.attention_backend),
+        backend=attention_of(loaded, config.target.attention_backend, config.target.compile),
         hidden_layers=hidden_layers,
     )
 

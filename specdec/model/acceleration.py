@@ -21,7 +21,7 @@ from specdec.model.runner import ForwardGraphs, ModelRunner
 logger = logging.getLogger(__name__)
 
 
-def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
+def attention_of(loaded: LoadedModel, name: AttentionName, config: CompileConfig) -> AttentionBackend:
     """Return the attention that a configuration names, for a loaded model.
 
     Raises:
@@ -34,6 +34,7 @@ def attention_of(loaded: LoadedModel, name: AttentionName) -> AttentionBackend:
         layers=loaded.layers,
         max_context=loaded.max_model_len,
         batch_invariant=loaded.invariant is not None,
+        cache_dir=config.cache_dir,
     )
 
 

@@ -145,7 +145,7 @@ def load_model(
         if config.attention_backend == "flashinfer":
             require_flashinfer(device, dtype, head_dims_of(hf_config))
         elif config.attention_backend == "cpu":
-            require_cpu(device, dtype, head_dims_of(hf_config))
+            require_cpu(device, dtype, head_dims_of(hf_config), config.compile.cache_dir)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         invariant = invariant_forward(config, device, dtype)

@@ -69,7 +69,7 @@ def load_draft_model(
         config.cache,
         max_num_seqs=target.max_num_seqs,
         max_held_tokens=reach.max_held_tokens,
-        backend=attention_of(loaded, config.attention_backend),
+        backend=attention_of(loaded, config.attention_backend, config.compile),
     )
     reach.warn_of_pool(runner.num_blocks)
     compile_over_ranks(runner, config.compile)
@@ -101,7 +101,7 @@ def make_draft_model_proposer(
     loaded: LoadedModel, config: SpeculativeConfig, target: TargetFacts
 ) -> DraftModelProposer:
     """Return the proposer over a draft model that is loaded already."""
-    backend = attention_of(loaded, config.attention_backend)
+    backend = attention_of(loaded, config.attention_backend, config.compile)
     reach = _reach_of(loaded, config, target)
     runner = ModelRunner(
         loaded,

@@ -379,6 +379,7 @@ def _backend_of(
         dtype=target.dtype,
         layers=layers,
         max_context=target.max_model_len,
+        cache_dir=config.compile.cache_dir,
     )
 
 

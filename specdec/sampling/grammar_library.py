@@ -9,7 +9,8 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
 from specdec.core.errors import InputError
 from specdec.core.sampling_params import Grammar
@@ -24,6 +25,10 @@ with it for ever."""
 _LONG_QUOTE = re.compile(r'("(?:[^"\\]|\\.){80})(?:[^"\\]|\\.)+"')
 _LONG_REGEX = re.compile(r"( in regex /.{80}).+")
 """Where the library repeats what the client has sent: the beginning will do."""
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")
+"""Line and column in a grammar."""
+STANDS_FOR: Final = "//@ "
+"""A comment that tells what a line of a grammar was made of, for messages."""
 logger = logging.getLogger(__name__)
 
 
@@ -88,9 +93,19 @@ def reason_of(matcher: LLMatcher) -> str:
     return "no text satisfies it" if first == "NoExtensionBias" else first
 
 
+def _in_words(reason: str, grammar: Grammar) -> str:
+    """Return a reason with what a line stands for in place of its number, where the line says so."""
+    place = _PLACE.match(reason)
+    if place is None or grammar.kind != "grammar":
+        return reason
+    line = next(islice(grammar.text.splitlines(), int(place[1]) - 1, None), "")
+    _, mark, meaning = line.rpartition(STANDS_FOR)
+    return f"{meaning.strip()}: {reason[place.end() :]}" if mark else reason
+
+
 def _refuse_error(matcher: LLMatcher, grammar: Grammar) -> None:
     if matcher.is_error():
-        raise InputError(f"{grammar.param}: {reason_of(matcher)}", param=grammar.param)
+        raise InputError(f"{grammar.param}: {_in_words(reason_of(matcher), grammar)}", param=grammar.param)
 
 
 def _written(grammar: Grammar) -> str:

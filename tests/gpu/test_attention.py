@@ -24,6 +24,7 @@ class TestTriton(AttentionContract):
 
     device: ClassVar[torch.device] = CUDA
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+    paths_are_bitwise = False
 
     def make_backend(self) -> AttentionBackend:
         return TritonPagedAttention(CUDA, max_context=4096)
@@ -46,6 +47,15 @@ class TestTriton(AttentionContract):
     def test_twice_the_same(self, backend: AttentionBackend) -> None:
         case = make_case(MANY, dtype=torch.bfloat16, heads=(32, 8), head_dim=128).on(CUDA)
         assert torch.equal(attend(backend, case)[0], attend(backend, case)[0])
+
+
+class TestInvariantTriton(TestTriton):
+    """As `batch_invariant` has it: nodes of trees are bitwise what they are in chains."""
+
+    paths_are_bitwise = True
+
+    def make_backend(self) -> AttentionBackend:
+        return TritonPagedAttention(CUDA, max_context=4096, batch_invariant=True)
 
 
 def test_a_very_long_context() -> None:

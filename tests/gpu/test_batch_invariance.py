@@ -120,7 +120,7 @@ def test_forwards(tmp_path: Path, architecture: str, dtype: str, graphed: bool) 
         loaded,
         CacheConfig(num_blocks=NUM_BLOCKS, block_size=4),
         max_num_seqs=8,
-        backend=attention_of(loaded, "auto"),
+        backend=attention_of(loaded, "auto", CompileConfig()),
     )
     assert isinstance(runner.backend, TritonPagedAttention)
     compile_config = CompileConfig(mode="auto" if graphed else "off", cuda_graph_max_rows=24)

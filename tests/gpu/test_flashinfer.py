@@ -29,7 +29,7 @@ from specdec.engine.engine import Engine
 from specdec.kv.config import CacheConfig
 from specdec.model.acceleration import attention_of
 from specdec.model.batch import SequenceSlice
-from specdec.model.config import ModelConfig
+from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.loader import load_model
 from specdec.model.runner import ModelRunner
 from specdec.proposers.config import SpeculativeConfig
@@ -57,6 +57,7 @@ class TestFlashInfer(AttentionContract):
     head_dims: ClassVar[Collection[int] | None] = FLASHINFER_HEAD_DIMS
     small_head: ClassVar[int] = 64
     rows_are_bitwise = False
+    paths_are_bitwise = False
     company_is_bitwise = False
     tolerance: ClassVar[Mapping[torch.dtype, float]] = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -119,7 +120,9 @@ def test_a_model_computes_what_it_does_with_the_reference(
     outputs = []
     for name in ("flashinfer", "sdpa"):
         cache = CacheConfig(num_blocks=100, block_size=BLOCK_SIZE)
-        runner = ModelRunner(loaded, cache, max_num_seqs=8, backend=attention_of(loaded, name))
+        runner = ModelRunner(
+            loaded, cache, max_num_seqs=8, backend=attention_of(loaded, name, CompileConfig())
+        )
         torch.manual_seed(2)
         for pool in (*runner.pool.keys, *runner.pool.values):
             pool.normal_()

@@ -44,7 +44,9 @@ def load(folder: Path, architecture: str) -> LoadedModel:
 
 def make_runner(loaded: LoadedModel) -> ModelRunner:
     cache = CacheConfig(num_blocks=NUM_BLOCKS, block_size=4)
-    runner = ModelRunner(loaded, cache, max_num_seqs=8, backend=attention_of(loaded, "triton"))
+    runner = ModelRunner(
+        loaded, cache, max_num_seqs=8, backend=attention_of(loaded, "triton", CompileConfig())
+    )
     assert isinstance(runner.backend, TritonPagedAttention)
     return runner
 

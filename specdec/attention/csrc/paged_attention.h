@@ -3,12 +3,14 @@
 // Every result row is computed by the same operations in the same order whatever else is in the batch and
 // however many threads there are: keys are taken in steps of kStep and chunks of kChunk by their index in
 // the sequence's cache, each chunk gives a partial softmax, and partials are merged in order. A lone long
-// sequence is spread over threads by chunk, a large batch by sequence and KV head.
+// sequence is spread over threads by chunk, a large batch by sequence and KV head. Nodes of a tree are taken
+// at the index that they would have if the path of the row were a chain, wherever they lie.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -33,7 +35,6 @@ struct Step {
   const int32_t* context_lens;
   const int32_t* block_tables;
   const int64_t* slots;
-  const int64_t* positions;
   const uint8_t* ancestor_mask;  // rows of chains are not looked at; null: chains only
   int32_t num_rows;
   int32_t num_sequences;
@@ -41,9 +42,8 @@ struct Step {
   int32_t mask_width;
   Observation observation;
   // Trees of which a part was read before; null: none. Columns of the mask begin with these nodes.
-  const int32_t* num_known;       // of each sequence: nodes whose K/V lie before those of this step's rows
-  const int64_t* node_positions;  // [sequences, mask_width], of all nodes
-  const uint8_t* is_tree;         // of each sequence; null: chains only
+  const int32_t* num_known;  // of each sequence: nodes whose K/V lie before those of this step's rows
+  const uint8_t* is_tree;    // of each sequence; null: chains only
 
   bool tree(int sequence) const { return is_tree != nullptr && is_tree[sequence]; }
   int known(int sequence) const { return num_known == nullptr ? 0 : num_known[sequence]; }
@@ -183,22 +183,18 @@ class BlockAttention {
     block_ = block;
     sums_ = nullptr;
     row_start_ = step_.query_start[block.sequence];
-    context_ = step_.context_lens[block.sequence];
-    base_ = context_ - (step_.query_start[block.sequence + 1] - row_start_) - step_.known(block.sequence);
+    const int num_rows = step_.query_start[block.sequence + 1] - row_start_;
+    base_ = step_.context_lens[block.sequence] - num_rows - step_.known(block.sequence);
     is_tree_ = step_.tree(block.sequence);
     for (int r = 0; r < block.count; ++r) {
+      const bool is_known = r > 0 && query_row(r) == query_row(r - 1);
+      own_[r] = is_known ? own_[r - 1] : base_ + (is_tree_ ? depth(r) : query_row(r));
       alignas(64) uint32_t units[kMaxHeadDim] = {};
       std::memcpy(units, op_.query.at(row(r), head(r)), layer_.head_dim * sizeof(T));
       uint32_t* target = query_ + r * num_words_;
       for (int unit = 0; unit < num_units_; ++unit) Units<T>::spread(target + unit * Units<T>::words, units[unit]);
     }
-#ifdef DH_AMX
-    if (uses_amx_) {
-      for (int r = 0; r < block.count; r += kTileRows)
-        rows_to_columns(query_ + r * num_words_, num_words_, std::min(kTileRows, block.count - r), num_units_,
-                        query_columns_ + r * num_units_);
-    }
-#endif
+    take_rows(0, block.count);
   }
 
   // Records the sums of blocks of the keys [first, last), which are attended to next, when a row is observed.
@@ -287,28 +283,80 @@ class BlockAttention {
     std::fill(weighted_, weighted_ + block_.count * padded_dim_, 0.0f);
   }
 
-  // Adds keys [first, last), which lie in one chunk and start at a step, to the state. Blocks lie anywhere in
-  // the pool and hardware does not guess where the next ones are: while a step's keys are looked at, those of the next
-  // step, or of what is attended to after this, are asked for, and while its weights and sums are found, the values.
+  // Adds keys [first, last), which lie in one chunk and start at a step, to the state.
   void attend(int first, int last, const Keys& after) {
-    locate({block_.sequence, block_.kv_head, first, last}, here_);
+    if (is_tree_)
+      attend_in_tree(first, last, after);
+    else
+      add_keys(first, last, after);
+    for (int r = 0; r < block_.count; ++r) total_[r] = reduce_add(loadv(totals_ + r * kLanes));
+  }
+
+  // All rows share the steps whose keys are older than the tree. From the step on in which it begins, those of each
+  // node see other keys.
+  void attend_in_tree(int first, int last, const Keys& after) {
+    const int shared = std::clamp(base_ / kStep * kStep, first, last);
+    add_keys(first, shared, {block_.sequence, block_.kv_head, shared, last});
+    for (int r = 0; r < block_.count; r = end_) {
+      take_rows(r, std::min(block_.count, (query_row(r) + 1) * group_ - block_.first));
+      find_path(r);
+      add_keys(shared, std::min(last, own_[r] + 1), end_ == block_.count ? after : Keys{});
+    }
+    path_.clear();
+    take_rows(0, block_.count);
+  }
+
+  // Rows [begin, end) are those that keys are added to.
+  void take_rows(int begin, int end) {
+    begin_ = begin;
+    end_ = end;
+#ifdef DH_AMX
+    if (!uses_amx_) return;
+    for (int r = begin; r < end; r += kTileRows)
+      rows_to_columns(query_ + r * num_words_, num_words_, std::min(kTileRows, end - r), num_units_,
+                      query_columns_ + (r - begin) * num_units_);
+#endif
+  }
+
+  const uint8_t* ancestors(int r) const { return step_.ancestor_mask + row(r) * step_.mask_width; }
+
+  // Of the node of row r: how many it has above it.
+  int depth(int r) const { return std::accumulate(ancestors(r), ancestors(r) + step_.mask_width, 0) - 1; }
+
+  // The nodes that row r sees; those above others come before them.
+  void find_path(int r) {
+    path_.clear();
+    for (int node = 0; node < step_.mask_width; ++node)
+      if (ancestors(r)[node]) path_.push_back(node);
+  }
+
+  // Blocks lie anywhere in the pool and hardware does not guess where the next ones are: while a step's keys are looked
+  // at, those of the next step, or of what is attended to after this, are asked for, and while its weights and sums are
+  // found, the values.
+  void add_keys(int first, int last, const Keys& after) {
+    locate(first, last, here_);
     for (int key = first; key < last; key += kStep) {
       const int count = std::min(kStep, last - key);
-      num_next_ = locate(key + kStep < last ? Keys{block_.sequence, block_.kv_head, key + kStep, last} : after, next_);
+      num_next_ = key + kStep < last ? locate(key + kStep, last, next_)
+                                     : locate_step(step_, layer_, after, row_bytes_, next_);
       score(key, count);
       update(count);
       if (sums_ != nullptr)
-        for (int r = 0; r < block_.count; ++r)
+        for (int r = begin_; r < end_; ++r)
           sums_->add(r, key, count, layer_.block_size, maximum_[r], scores_ + r * kStep);
       accumulate(count);
       std::swap(here_, next_);
     }
-    for (int r = 0; r < block_.count; ++r) total_[r] = reduce_add(loadv(totals_ + r * kLanes));
   }
 
-  // Offsets in the pool of the first step of keys; returns how many these are.
-  int locate(const Keys& keys, int64_t* offsets) const {
-    return locate_step(step_, layer_, keys, row_bytes_, offsets);
+  // Offsets in the pool of the first step of keys [first, last) as the rows see them; returns how many these are.
+  int locate(int first, int last, int64_t* offsets) const {
+    const int count = locate_step(step_, layer_, {block_.sequence, block_.kv_head, first, last}, row_bytes_, offsets);
+    for (int t = path_.empty() ? count : std::max(0, base_ - first); t < count; ++t) {
+      const int at = base_ + path_[first + t - base_];
+      locate_step(step_, layer_, {block_.sequence, block_.kv_head, at, at + 1}, row_bytes_, offsets + t);
+    }
+    return count;
   }
 
   // Asks for the next step's rows that are due with parts [before, after) of `all` of what is done meanwhile. A core
@@ -349,7 +397,7 @@ class BlockAttention {
   // Scores of keys [key, key + count) for every row, masked, in scores_[row][kStep].
   void score(int key, int count) {
     find_rows(layer_.key_pool, count);
-    const int padded = round_up(count, kLanes);
+    const int padded = round_up(count, kLanes), num_rows = end_ - begin_;
     std::fill(rows_ + count, rows_ + padded, kNoNumbers);
 #ifdef DH_AMX
     if constexpr (std::is_same_v<T, bf16>) {
@@ -360,15 +408,15 @@ class BlockAttention {
       const int here = std::min(kScoreTiles, (padded - tile) / kLanes);
       for (int i = 0; i < here; ++i) load_columns(tile + i * kLanes, columns_ + i * kLanes * num_units_);
       one_of<kScoreTiles>(here, [&](auto tiles) {
-        in_tiles<kScoreRows>(block_.count, [&](auto rows, int r) {
-          const int before = tile * block_.count + r * here * kLanes;
-          ask_next(layer_.key_pool, before, before + rows.value * here * kLanes, padded * block_.count);
-          score_rows<rows.value, tiles.value>(r, tile);
+        in_tiles<kScoreRows>(num_rows, [&](auto rows, int i) {
+          const int before = tile * num_rows + i * here * kLanes;
+          ask_next(layer_.key_pool, before, before + rows.value * here * kLanes, padded * num_rows);
+          score_rows<rows.value, tiles.value>(begin_ + i, tile);
         });
       });
       tile += here * kLanes;
     }
-    for (int r = 0; r < block_.count; ++r) {
+    for (int r = begin_; r < end_; ++r) {
       if (layer_.is_packed) scale_row(r, padded);
       if (layer_.softcap != 0.0f) cap(r, padded);
       mask(r, key, padded);
@@ -378,11 +426,12 @@ class BlockAttention {
 #ifdef DH_AMX
   // As `score`, but for the mask.
   void score_in_tiles(int padded) {
-    const int num_tiles = padded / kTileRows, all = num_tiles * block_.count;
+    const int num_tiles = padded / kTileRows, all = num_tiles * (end_ - begin_);
     const char* keys[kStep / kTileRows];
     int64_t key_bytes = row_bytes_;
-    // Sixteen keys that begin at a multiple of sixteen are neighbours. What lies behind the last key is masked.
-    if (!layer_.is_packed && layer_.block_size % kTileRows == 0 && layer_.head_dim % (2 * kTileUnits) == 0) {
+    // Sixteen keys that begin at a multiple of sixteen are neighbours, but on a path. What lies behind the last key is
+    // masked.
+    if (path_.empty() && !layer_.is_packed && layer_.block_size % kTileRows == 0 && layer_.head_dim % (2 * kTileUnits) == 0) {
       for (int tile = 0; tile < num_tiles; ++tile) keys[tile] = reinterpret_cast<const char*>(rows_[tile * kTileRows]);
     } else {
       key_bytes = num_units_ * int64_t(sizeof(uint32_t));
@@ -394,13 +443,13 @@ class BlockAttention {
       for (int tile = 0; tile < num_tiles; ++tile)
         keys[tile] = reinterpret_cast<const char*>(columns_ + tile * kTileRows * num_units_);
     }
-    for (int r = 0; r < block_.count; r += kTileRows) {
-      const int num_rows = std::min(kTileRows, block_.count - r);
+    for (int r = begin_; r < end_; r += kTileRows) {
+      const int num_rows = std::min(kTileRows, end_ - r);
       one_of<kStep / kTileRows>(num_tiles, [&](auto tiles) {
-        score_tiles<tiles.value>(keys, key_bytes, query_columns_ + r * num_units_, num_units_, tile_sums_);
+        score_tiles<tiles.value>(keys, key_bytes, query_columns_ + (r - begin_) * num_units_, num_units_, tile_sums_);
       });
       for (int tile = 0; tile < num_tiles; ++tile) {
-        const int before = r * num_tiles + tile * num_rows;
+        const int before = (r - begin_) * num_tiles + tile * num_rows;
         ask_next(layer_.key_pool, before, before + num_rows, all);
         scores_to_rows(tile_sums_ + tile * kTileNumbers, num_rows, layer_.scaling,
                        scores_ + r * kStep + tile * kTileRows, kStep);
@@ -414,7 +463,7 @@ class BlockAttention {
     const int columns = round_up(layer_.head_dim, 2 * kTileUnits);
     const int64_t step_numbers = int64_t(columns) * kTileUnits;
     std::fill(rows_ + count, rows_ + num_tokens, kNoNumbers);
-    for (int r = 0; r < block_.count; ++r) {
+    for (int r = begin_; r < end_; ++r) {
       const int padded = round_up(count, kLanes);
       std::memset(reinterpret_cast<T*>(scores_ + r * kStep) + padded, 0, (num_tokens - padded) * sizeof(T));
     }
@@ -423,8 +472,8 @@ class BlockAttention {
                   columns_ + t / kTileTokens * step_numbers);
       ask_next(layer_.value_pool, num_tokens + t, num_tokens + t + 2, 2 * num_tokens);
     }
-    for (int r = 0; r < block_.count; r += kTileRows) {
-      const int num_rows = std::min(kTileRows, block_.count - r);
+    for (int r = begin_; r < end_; r += kTileRows) {
+      const int num_rows = std::min(kTileRows, end_ - r);
       for (int d = 0; d < columns; d += kTilesOfValues * kTileUnits) {
         const uint32_t* tiles = columns_ + d * kTileUnits;
         if (columns - d >= kTilesOfValues * kTileUnits)
@@ -518,52 +567,32 @@ class BlockAttention {
   // Masks keys [key, key + padded) for row r.
   void mask(int r, int key, int padded) {
     float* scores = scores_ + r * kStep;
-    if (is_tree_) {
-      if (layer_.window != 0 || key + padded > base_)
-        for (int t = 0; t < padded; ++t)
-          if (!visible_in_tree(r, key + t)) scores[t] = kMinusInfinity;
-      return;
-    }
-    const int own = base_ + query_row(r);  // a chain: the row's own index in the cache
-    for (int t = std::max(0, own + 1 - key); t < padded; ++t) scores[t] = kMinusInfinity;
+    for (int t = std::max(0, own_[r] + 1 - key); t < padded; ++t) scores[t] = kMinusInfinity;
     if (layer_.window == 0) return;
-    const int hidden = std::min(padded, own - layer_.window + 1 - key);
+    const int hidden = std::min(padded, own_[r] - layer_.window + 1 - key);
     for (int t = 0; t < hidden; ++t) scores[t] = kMinusInfinity;
-  }
-
-  bool visible_in_tree(int r, int key) const {
-    if (key >= context_) return false;
-    const int ahead = key - base_;  // row of this step, or node read before, that holds the key, if not negative
-    if (ahead >= 0 && !step_.ancestor_mask[row(r) * step_.mask_width + ahead]) return false;
-    if (layer_.window == 0) return true;
-    return step_.positions[row(r)] - (ahead >= 0 ? position_of(ahead) : key) < layer_.window;
-  }
-
-  // Of a node of the tree.
-  int64_t position_of(int node) const {
-    if (step_.node_positions == nullptr) return step_.positions[row_start_ + node];
-    return step_.node_positions[int64_t(block_.sequence) * step_.mask_width + node];
   }
 
   // Online softmax: turns scores into weights relative to the new maximum, and finds what is to be multiplied by what
   // came before. Loop after loop over all rows, so that none waits for the reductions of the one before it.
   void update(int count) {
     const int padded = round_up(count, kLanes);
-    alignas(64) float highest[kRowBlock] = {}, offset[kRowBlock];
-    for (int r = 0; r < block_.count; ++r) {
+    alignas(64) float highest[kRowBlock], offset[kRowBlock];
+    std::copy_n(maximum_, kRowBlock, highest);  // rows beside those that keys are added to keep theirs
+    for (int r = begin_; r < end_; ++r) {
       const float* scores = scores_ + r * kStep;
       f32v top = loadv(scores);
       for (int t = kLanes; t < padded; t += kLanes) top = vmax(top, loadv(scores + t));
       highest[r] = std::max(reduce_max(top), maximum_[r]);
     }
-    for (int r = 0; r < block_.count; r += kLanes) {
+    for (int r = begin_ / kLanes * kLanes; r < end_; r += kLanes) {
       const f32v before = loadv(maximum_ + r), now = loadv(highest + r);
       const i32v grows = now > before;
       storev(rescale_ + r, select(grows, expv(before - now), splat(1.0f)));
       storev(maximum_ + r, select(grows, now, before));
       storev(offset + r, select(now == splat(kMinusInfinity), f32v{}, now));
     }
-    for (int r = 0; r < block_.count; ++r) {
+    for (int r = begin_; r < end_; ++r) {
       float* scores = scores_ + r * kStep;
       f32v sum = {};
       for (int t = 0; t < padded; t += kLanes) {
@@ -571,7 +600,7 @@ class BlockAttention {
         storev(scores + t, weight);
         sum += weight;
       }
-      ask_next(layer_.value_pool, r, r + 1, 2 * block_.count);
+      ask_next(layer_.value_pool, r - begin_, r - begin_ + 1, 2 * (end_ - begin_));
       float* totals = totals_ + r * kLanes;
       storev(totals, multiply_add(loadv(totals), rescale_[r], sum));
     }
@@ -580,7 +609,7 @@ class BlockAttention {
   void accumulate(int count) {
     find_rows(layer_.value_pool, count);
     rows_[count] = kNoNumbers;
-    for (int r = 0; r < block_.count; ++r) {
+    for (int r = begin_; r < end_; ++r) {
       if (layer_.is_packed) scale_row(r, round_up(count, kLanes));
       Weighted<T>::pack(scores_ + r * kStep, round_up(count, kLanes));
     }
@@ -600,10 +629,11 @@ class BlockAttention {
 
   template <int V>
   void accumulate_columns(int d, int count) {
-    in_tiles<kValueRows>(block_.count, [&](auto rows, int r) {
-      const int all = block_.count * padded_dim_, before = all + block_.count * d + r * V * kLanes;
+    const int num_rows = end_ - begin_;
+    in_tiles<kValueRows>(num_rows, [&](auto rows, int i) {
+      const int all = num_rows * padded_dim_, before = all + num_rows * d + i * V * kLanes;
       ask_next(layer_.value_pool, before, before + rows.value * V * kLanes, 2 * all);
-      accumulate_rows<rows.value, V>(r, d, count);
+      accumulate_rows<rows.value, V>(begin_ + i, d, count);
     });
   }
 
@@ -632,7 +662,7 @@ class BlockAttention {
   }
 
   void accumulate_tail(int d, int count) {
-    for (int r = 0; r < block_.count; ++r) {
+    for (int r = begin_; r < end_; ++r) {
       float* weighted = weighted_ + r * padded_dim_ + d;
       const float* words = scores_ + r * kStep;
       f32v sum = loadv(weighted) * rescale_[r];
@@ -657,9 +687,11 @@ class BlockAttention {
 
   RowBlock block_ = {};
   int64_t row_start_ = 0;
-  int context_ = 0;
   int base_ = 0;  // cached tokens older than this step
   bool is_tree_ = false;
+  int begin_ = 0, end_ = 0;  // of the block's rows, those that keys are added to
+  int own_[kRowBlock];       // of each row, the index in the cache that it has in a chain of what it sees
+  std::vector<int32_t> path_;  // nodes, in the order of that chain; empty: keys are taken as they lie
   BlockSums* sums_ = nullptr;
   alignas(64) static constexpr T kNoNumbers[kMaxHeadDim] = {};  // a row where there is none
   const T* rows_[kStep + 1];  // products of values may be of two: of the last one and of none
@@ -676,7 +708,7 @@ class BlockAttention {
   alignas(64) float tile_sums_[kStep * kTileRows];
 #endif
   alignas(64) uint32_t columns_[kScoreTiles * kMaxHeadDim * kLanes];
-  alignas(64) float scores_[kRowBlock * kStep];
+  alignas(64) float scores_[(kRowBlock + kLanes) * kStep];  // tiles of rows' weights may begin at any of them
   alignas(64) float weighted_[kRowBlock * kMaxHeadDim];
   alignas(64) float maximum_[kRowBlock] = {};
   alignas(64) float rescale_[kRowBlock];  // what sums of what came before a step are to be multiplied by

@@ -47,7 +47,6 @@ class Layout {
     query_start_.assign(1, 0);
     context_lens_.clear();
     slots_.clear();
-    positions_.clear();
     position_ids_.clear();
     absolute_.clear();
     logit_rows_.clear();
@@ -64,26 +63,24 @@ class Layout {
     mask_width_ = int(most_nodes);
     mask_.assign(num_rows * mask_width_, 0);
     num_known_.clear();
-    node_positions_.assign(slices.size() * mask_width_, 0);
     table_width_ = int((longest + block_size - 1) / block_size);
     block_tables_.assign(slices.size() * table_width_, 0);
     for (size_t s = 0; s < slices.size(); ++s) {
       const Slice& slice = slices[s];
       const int64_t end = slice.start + slice.num_rows;
       std::copy_n(slice.block_table, (end + block_size - 1) / block_size, &block_tables_[s * table_width_]);
-      const int64_t first_row = int64_t(positions_.size());
-      if (is_tree_[s]) place_nodes(slice, &node_positions_[s * mask_width_]);
+      const int64_t first_row = int64_t(absolute_.size());
+      if (is_tree_[s]) place_nodes(slice);
       num_known_.push_back(int32_t(slice.num_known));
       for (int64_t at = slice.start; at < end; ++at) {
         slots_.push_back(int64_t(slice.block_table[at / block_size]) * block_size + at % block_size);
         const int64_t node = slice.num_known + at - slice.start;
-        positions_.push_back(is_tree_[s] ? node_positions_[s * mask_width_ + node] : at);
         if (is_tree_[s]) see_path(slice, first_row, node);
-        const int64_t position = positions_.back() + slice.num_dropped;
+        const int64_t position = (is_tree_[s] ? node_positions_[node] : at) + slice.num_dropped;
         absolute_.push_back(position);
         position_ids_.push_back(position < slice.shift_end ? position + slice.shift : position);
       }
-      const int64_t end_row = int64_t(positions_.size());
+      const int64_t end_row = int64_t(absolute_.size());
       for (int64_t row = end_row - slice.num_logit_rows; row < end_row; ++row) logit_rows_.push_back(row);
       query_start_.push_back(int32_t(end_row));
       context_lens_.push_back(int32_t(end));
@@ -91,13 +88,13 @@ class Layout {
   }
 
   Step step() const {
-    return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(), positions_.data(),
-            mask_width_ == 0 ? nullptr : mask_.data(), int32_t(positions_.size()), int32_t(context_lens_.size()),
+    return {query_start_.data(), context_lens_.data(), block_tables_.data(), slots_.data(),
+            mask_width_ == 0 ? nullptr : mask_.data(), int32_t(absolute_.size()), int32_t(context_lens_.size()),
             table_width_, mask_width_, {}, has_known_ ? num_known_.data() : nullptr,
-            has_known_ ? node_positions_.data() : nullptr, mask_width_ == 0 ? nullptr : is_tree_.data()};
+            mask_width_ == 0 ? nullptr : is_tree_.data()};
   }
 
-  // What the model is given; `Step::positions` are, of chains, the places in the block table.
+  // What the model is given.
   const std::vector<int64_t>& position_ids() const { return position_ids_; }
   // Places in the sequence.
   const std::vector<int64_t>& absolute() const { return absolute_; }
@@ -105,10 +102,11 @@ class Layout {
 
  private:
   // Siblings stand at the same position, wherever their K/V are.
-  static void place_nodes(const Slice& slice, int64_t* positions) {
+  void place_nodes(const Slice& slice) {
+    node_positions_.clear();
     for (int64_t node = 0; node < slice.num_known + slice.num_rows; ++node) {
       const int64_t parent = slice.parents[node];
-      positions[node] = parent < 0 ? slice.start - slice.num_known : positions[parent] + 1;
+      node_positions_.push_back(parent < 0 ? slice.start - slice.num_known : node_positions_[parent] + 1);
     }
   }
 
@@ -124,10 +122,10 @@ class Layout {
   }
 
   std::vector<int32_t> query_start_, context_lens_, block_tables_;
-  std::vector<int64_t> slots_, positions_, position_ids_, absolute_, logit_rows_;
+  std::vector<int64_t> slots_, position_ids_, absolute_, logit_rows_;
   std::vector<uint8_t> mask_, is_tree_;
   std::vector<int32_t> num_known_;
-  std::vector<int64_t> node_positions_;
+  std::vector<int64_t> node_positions_;  // of one slice
   int table_width_ = 0, mask_width_ = 0;
   bool has_known_ = false;
 };

@@ -341,6 +341,80 @@ def test_what_openais_library_adds_to_a_reply_is_taken_back() -> None:
     assert error_of(door.chat(messages=of_a_user))["param"] == "messages[0].parsed"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": "Ro', '"{\\"city\\":\\"Ro"'),
+        ("[1]", '"[1]"'),
+        ("", "{}"),
+        (None, "{}"),
+        ('{"a": 5}', '{"a":5}'),
+    ],
+)
+def test_arguments_of_earlier_calls_need_not_be_json(arguments: str | None, shown: str) -> None:
+    """A model may have failed to write any; LangChain sends such calls back as they were."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}]"
+        "{% for c in m.tool_calls or [] %}({{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+    )
+    door = door_with(("ok",), template)
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "when?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "that is no JSON"},
+    ]
+    assert door.chat(messages=messages).status_code == 200
+    assert prompt_of(door) == f"[user][assistant]({shown})[tool]"
+
+
+def test_what_gateways_add_is_left_out() -> None:
+    door = door_with(("ok",))
+    mark = {"type": "ephemeral"}
+    function = {"name": "now", "arguments": '{"a": 5}'}
+    of_a_gateway = {"id": "c", "index": 0, "extra_content": {"google": {}}, "provider_specific_fields": {}}
+    reply = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "well", "cache_control": mark}],
+        "id": "chatcmpl-1",
+        "thinking_blocks": [{"type": "thinking"}],
+        "provider_specific_fields": {"refusal": None},
+        "tool_calls": [{**of_a_gateway, "cache_control": mark, "function": function}],
+    }
+    messages = [
+        {"role": "user", "content": "when?", "cache_control": mark},
+        reply,
+        {"role": "tool", "tool_call_id": "c", "content": "noon", "cache_control": mark},
+    ]
+    (tool, *_) = TOOLS
+    marked = [{**tool, "cache_control": mark, "function": {**tool["function"], "cache_control": mark}}]
+    assert door.chat(messages=messages, tools=marked).status_code == 200
+    marked_prompt = prompt_of(door)
+    plain = [
+        {"role": "user", "content": "when?"},
+        {"role": "assistant", "content": "well", "tool_calls": [{"id": "c", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
+    assert door.chat(messages=plain, tools=[tool]).status_code == 200
+    assert prompt_of(door) == marked_prompt
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_what_a_model_thought_reaches_the_template(name: str) -> None:
+    door = door_with(
+        ("ok",), "{% for m in messages %}[{{ m.reasoning_content or '' }}]{{ m.content }}{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", name: "hm"},
+        {"role": "user", "content": "c", "name": "d"},
+    ]
+    assert door.chat(messages=messages).status_code == 200
+    assert prompt_of(door) == "[]a[hm]b[]c"
+    refused = door.chat(messages=[{"role": "user", "content": "a", name: "hm"}])
+    assert "reasoning" in error_of(refused)["message"]
+
+
 def allowed(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
@@ -574,6 +648,8 @@ def test_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, paramet
     with pytest.raises(openai.BadRequestError) as caught:
         create(client, parameters)
     assert caught.value.param == param
+    if param == "tools":
+        assert "tools: parameters of f: " in str(caught.value)
 
 
 # ---- an answer in a format, or calls --------------------------------------------------------------

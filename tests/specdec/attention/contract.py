@@ -65,7 +65,16 @@ class Case:
         cut = Piece(token_ids=[0], start=piece.start + row, block_table=piece.block_table)
         return self._cut([cut], slice(row, row + 1))
 
-    def _cut(self, pieces: list[Piece], rows: slice) -> Case:
+    def only_path(self, number: int, row: int) -> tuple[Case, int]:
+        """Of a sequence's tree, the path to a row as a chain, and where in the batch the row is."""
+        first, piece = sum(len(piece.token_ids) for piece in self.pieces[:number]), self.pieces[number]
+        path = [row]
+        while piece.parents is not None and (parent := piece.parents[path[0]]) >= 0:
+            path.insert(0, parent)
+        chain = Piece(token_ids=[0] * len(path), start=piece.start, block_table=piece.block_table)
+        return self._cut([chain], [first + node for node in path]), first + row
+
+    def _cut(self, pieces: list[Piece], rows: slice | list[int]) -> Case:
         return replace(
             self, pieces=pieces, query=self.query[rows], key=self.key[rows], value=self.value[rows]
         )
@@ -180,6 +189,26 @@ def check(
     torch.testing.assert_close(values, expected[2], rtol=0, atol=0, equal_nan=True)
 
 
+def check_paths(backend: AttentionBackend, case: Case) -> None:
+    """Nodes of trees come out, to the last bit, as at the ends of chains of what they see."""
+    output, *_ = attend(backend, case)
+    for number, piece in enumerate(case.pieces):
+        last = len(piece.token_ids) - 1
+        for row in sorted({0, last // 3, last // 2, max(0, last - 1), last}):
+            chain, place = case.only_path(number, row)
+            expected = attend(backend, chain)[0][-1]
+            assert torch.equal(output[place], expected)
+
+
+TREE_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 20},
+    "wide_window": {"window": 600},
+    "softcap": {"softcap": 3.0},
+    "one_kv_head": {"heads": (16, 1)},
+    "small_blocks": {"block_size": 3},
+}
+"""Layers in which nodes of trees are looked at."""
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -191,6 +220,7 @@ class AttentionContract(ABC):
         "decode": [(1, 0), (1, 15), (1, 16), (1, 63), (1, 64), (1, 200), (1, 600)],
         "verify": [(5, 0), (5, 11), (5, 61), (5, 510), (3, 1200), (9, 4)],
         "mixed": [(1, 130), (5, 77), (64, 0), (100, 37), (1, 0), (33, 512)],
+        "trees": [(6, 9), (3, 63), (40, 130), (1, 20), (9, 510), (70, 1000), (5, 64)],
     }
 
     tolerance: ClassVar[Mapping[torch.dtype, float]] = TOLERANCE
@@ -204,6 +234,8 @@ class AttentionContract(ABC):
     """Whether a row comes out the same, to the last bit, among more rows of its sequence."""
     company_is_bitwise: ClassVar[bool] = True
     """Whether a sequence comes out the same, to the last bit, among others."""
+    paths_are_bitwise: ClassVar[bool] = True
+    """Whether a node of a tree comes out the same, to the last bit, as at the end of a chain."""
     packed: ClassVar[bool] = False
     """Whether pools are packed; those of the reference are too."""
 
@@ -312,6 +344,18 @@ class AttentionContract(ABC):
                 tolerance = 0.0 if self.rows_are_bitwise else self.tolerance[dtype]
                 torch.testing.assert_close(single, expected[row : row + 1], rtol=tolerance, atol=tolerance)
             first = output.shape[0] - shapes[-1][0]
+
+    @DTYPES
+    @pytest.mark.parametrize("options", TREE_OPTIONS.values(), ids=TREE_OPTIONS)
+    def test_a_node_comes_out_as_at_the_end_of_a_chain(
+        self, backend: AttentionBackend, options: dict[str, Any], dtype: torch.dtype
+    ) -> None:
+        """Bitwise, whatever lies between the nodes of its path."""
+        if not self.paths_are_bitwise:
+            pytest.skip("the backend takes the nodes of trees as they lie")
+        shapes = self.shapes["trees"]
+        case = self.make_case(shapes, trees=True, dtype=dtype, head_dim=self.small_head, **options)
+        check_paths(backend, case.on(self.device))
 
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
     def test_padding_changes_nothing(self, backend: AttentionBackend, trees: bool) -> None:

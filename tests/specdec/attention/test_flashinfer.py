@@ -40,6 +40,7 @@ class TestFlashInferArguments(AttentionContract):
     """The double runs any dtype and head size, so that the arrays are compared in fp32 too."""
 
     rows_are_bitwise = False
+    paths_are_bitwise = False
 
     def make_backend(self) -> AttentionBackend:
         return FlashInferAttention(CPU, Doubles())

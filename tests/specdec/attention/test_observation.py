@@ -96,8 +96,8 @@ def expected_masses(case: Case, num_observed: list[int], keys: torch.Tensor) -> 
             own = at[piece.start + row]
             if layer.sliding_window is not None:
                 seen = [one for one in seen if own - at[one] < layer.sliding_window]
-            blocks = torch.tensor(seen) // case.block_size
-            pages = torch.tensor([piece.block_table[block] for block in blocks.tolist()])
+            blocks = torch.tensor([at[one] for one in seen]) // case.block_size
+            pages = torch.tensor([piece.block_table[one // case.block_size] for one in seen])
             offsets = torch.tensor(seen) % case.block_size
             masses = torch.zeros(layer.num_heads, width)
             for head in range(layer.num_heads):

@@ -24,15 +24,15 @@ class FakeTriton:
 
     name = "triton"
 
-    def __init__(self, device: torch.device, *, max_context: int, splits_all: bool) -> None:
+    def __init__(self, device: torch.device, *, max_context: int, batch_invariant: bool) -> None:
         self.made_for = (device.type, max_context)
-        self.splits_all = splits_all
+        self.batch_invariant = batch_invariant
 
     def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
         return head_dim <= 256
 
 
-def missing(device: torch.device, *, max_context: int, splits_all: bool) -> None:
+def missing(device: torch.device, *, max_context: int, batch_invariant: bool) -> None:
     raise TritonUnavailable("no triton here")
 
 
@@ -47,7 +47,7 @@ def test_a_gpu_gets_triton(name: Any, expected: str, monkeypatch: pytest.MonkeyP
     assert backend.name == expected
     if isinstance(backend, FakeTriton):
         assert backend.made_for == ("cuda", 64)
-        assert not backend.splits_all
+        assert not backend.batch_invariant
 
 
 @pytest.mark.parametrize("reason", ["missing", "heads"])
@@ -78,6 +78,9 @@ class FakeNative:
 
     name = "cpu"
 
+    def __init__(self, cache_dir: str | None) -> None:
+        self.cache_dir = cache_dir
+
     def supports(self, dtype: torch.dtype, head_dim: int) -> bool:
         return head_dim <= 256
 
@@ -86,8 +89,12 @@ class FakeNative:
 def test_a_cpu_gets_its_own_by_name(batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "CpuPagedAttention", FakeNative)
     device = torch.device("cpu")
-    backend = choose_backend("cpu", device=device, **FACTS, batch_invariant=batch_invariant)
-    assert isinstance(backend, FakeNative)
+    for name in ("cpu", "auto") if batch_invariant else ("cpu",):
+        backend = choose_backend(
+            name, device=device, **FACTS, batch_invariant=batch_invariant, cache_dir="here"
+        )
+        assert isinstance(backend, FakeNative)
+        assert backend.cache_dir == "here"
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -112,7 +119,7 @@ def test_the_cpus_own_cannot_be_had_everywhere(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ResourceError, match=r"attention_backend cpu: .* heads of 512; leave"):
         choose_backend("cpu", device=cpu, **{**FACTS, "layers": [large_heads()]})
 
-    def unavailable() -> None:
+    def unavailable(_cache_dir: str | None) -> None:
         raise NativeUnavailable("no compiler")
 
     monkeypatch.setattr(registry, "CpuPagedAttention", unavailable)
@@ -125,7 +132,7 @@ def test_batch_invariant_on_a_gpu(name: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(registry, "TritonPagedAttention", FakeTriton)
     backend = choose_backend(name, device=torch.device("cuda"), **FACTS, batch_invariant=True)
     assert isinstance(backend, FakeTriton)
-    assert backend.splits_all
+    assert backend.batch_invariant
     monkeypatch.setattr(registry, "TritonPagedAttention", missing)
     with pytest.raises(ResourceError, match="batch_invariant: no triton here"):
         choose_backend(name, device=torch.device("cuda"), **FACTS, batch_invariant=True)
@@ -138,7 +145,7 @@ def test_batch_invariant_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError, match="heads of 512"):
         choose_backend("auto", device=cpu, **{**FACTS, "layers": [large_heads()]}, batch_invariant=True)
 
-    def unavailable() -> None:
+    def unavailable(_cache_dir: str | None) -> None:
         raise NativeUnavailable("no compiler")
 
     monkeypatch.setattr(registry, "CpuPagedAttention", unavailable)

@@ -6,6 +6,7 @@ On a machine with a GPU the same suite runs compiled, in tests/gpu.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import hypothesis
@@ -26,7 +27,16 @@ from specdec.attention.triton_work import (
     split_rounds,
     work_units,
 )
-from tests.specdec.attention.contract import CPU, AttentionContract, Shapes, attend, make_case
+from tests.specdec.attention.contract import (
+    CPU,
+    DTYPES,
+    TREE_OPTIONS,
+    AttentionContract,
+    Shapes,
+    attend,
+    check_paths,
+    make_case,
+)
 from tests.triton_interpreter import needs_interpreter
 
 
@@ -40,9 +50,18 @@ class TestInterpretedTriton(AttentionContract):
         "decode": [(1, 0), (1, 15), (1, 16), (1, 64), (1, 600)],
         "verify": [(5, 11), (5, 510), (3, 1100)],
         "mixed": [(1, 130), (5, 0), (MAX_SPLIT_ROWS + 2, 3)],
+        "trees": [(6, 9), (3, 63), (1, 20), (9, 510)],
     }
-    # The interpreter's products are numpy's, which do not treat all rows of a matrix alike.
-    rows_are_bitwise = False
+    paths_are_bitwise = False
+
+    @pytest.fixture(autouse=True)
+    def _products_row_by_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The interpreter's products are numpy's, which do not treat all rows of a matrix alike."""
+
+        def product(first: Any, second: Any, dtype: Any = None) -> Any:
+            return np.einsum("mk,kn->mn", first, second, dtype=dtype)
+
+        monkeypatch.setattr(np, "matmul", product)
 
     def make_backend(self) -> AttentionBackend:
         return TritonPagedAttention(CPU, max_context=4096)
@@ -60,7 +79,7 @@ class TestInterpretedTriton(AttentionContract):
             return tile_of(self, kind, is_split=is_split)
 
         monkeypatch.setattr(TritonPagedAttention, "_tile", noted)
-        backend = TritonPagedAttention(CPU, max_context=4096, splits_all=True)
+        backend = TritonPagedAttention(CPU, max_context=4096, batch_invariant=True)
         self.check(backend, make_case([(MAX_SPLIT_ROWS + 2, 500), (1, 70)]))
         assert tiles
         assert all(tiles)
@@ -68,6 +87,22 @@ class TestInterpretedTriton(AttentionContract):
     @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
     def test_windows_over_several_splits(self, backend: AttentionBackend, trees: bool) -> None:
         self.check(backend, make_case([(5, 1700), (1, 1100)], window=600, trees=trees))
+
+    @DTYPES
+    @pytest.mark.parametrize("options", TREE_OPTIONS.values(), ids=TREE_OPTIONS)
+    def test_nodes_in_the_order_of_chains(self, options: dict[str, Any], dtype: torch.dtype) -> None:
+        """As `batch_invariant` has it; the chain is computed without a mask."""
+        backend = TritonPagedAttention(CPU, max_context=4096, batch_invariant=True)
+        case = self.make_case(self.shapes["trees"], trees=True, dtype=dtype, head_dim=16, **options)
+        self.check(backend, case)
+        check_paths(backend, case)
+
+    def test_chains_beside_trees_keep_their_bits(self) -> None:
+        backend = TritonPagedAttention(CPU, max_context=4096, batch_invariant=True)
+        case = make_case([(12, 505), (7, 40)], trees=True, head_dim=16)
+        chunk, tree = case.pieces
+        case = replace(case, pieces=[replace(chunk, parents=None), tree])
+        assert torch.equal(attend(backend, case)[0][:12], attend(backend, case.only(0))[0])
 
     def test_more_heads_than_a_tile_has_rows(self, backend: AttentionBackend) -> None:
         self.check(backend, make_case([(1, 20), (3, 600)], heads=(40, 1), head_dim=16))

@@ -1,8 +1,8 @@
 """Guarantee B in bf16, over everything that serves: what a request gets is the same bits.
 
 Log-probabilities too. One request at a time without speculation is what all settings are compared with:
-other company, other numbers of draft tokens, prompts in other chunks, shared prefixes, preemption; eager and
-compiled; over ranks.
+other company, other numbers of draft tokens, trees of them, prompts in other chunks, shared prefixes,
+preemption; eager and compiled; over ranks.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Setting(NamedTuple):
     num_blocks: int = 200
     together: bool = True
     shares_prefixes: bool = False
+    widths: tuple[int, ...] = ()
+    """Of a tree, level by level; none: chains."""
 
 
 ALONE = Setting(together=False)
@@ -78,6 +80,11 @@ SETTINGS = [
     Setting("other model", num_draft_tokens=2, chunk=16, num_blocks=15),
     Setting("same model", num_draft_tokens=5, together=False),
     Setting("same model", num_draft_tokens=4, chunk=24, shares_prefixes=True),
+]
+TREES = [
+    Setting("same model", num_draft_tokens=15, widths=(3, 2, 1)),
+    Setting("other model", num_draft_tokens=21, widths=(3, 2, 2), chunk=64, num_blocks=60),
+    Setting("lookahead", num_draft_tokens=4, together=False),
 ]
 
 
@@ -104,6 +111,8 @@ def engine_of(folders: Folders, setting: Setting, target: dict[str, Any]) -> Eng
         folder = folders.target if setting.method == "same model" else folders.other
         cache = {"num_blocks": setting.num_blocks, "block_size": 4}
         speculative = {"method": "draft_model", "model": str(folder), "cache": cache}
+        if setting.widths:
+            speculative["tree"] = {"shape": "static", "widths": list(setting.widths)}
     if setting.method == "ngram":
         speculative["prompt_lookup_min"] = 1
     config = {
@@ -149,7 +158,17 @@ def said(engine: Engine, setting: Setting, params: SamplingParams) -> list[Said]
     ],
 )
 def test_same_bits_however_it_is_served(folders: Folders, form: str, settings: Sequence[Setting]) -> None:
-    target = {"batch_invariant": True, "compile": COMPILE[form]}
+    check_same_bits(folders, settings, {"batch_invariant": True, "compile": COMPILE[form]})
+
+
+@pytest.mark.parametrize("form", COMPILE)
+def test_trees_change_no_bit(folders: Folders, form: str) -> None:
+    """In fp32, whose log-probabilities show every one; bf16 rounds most of them away."""
+    target = {"batch_invariant": True, "compile": COMPILE[form], "dtype": "float32"}
+    check_same_bits(folders, TREES, target)
+
+
+def check_same_bits(folders: Folders, settings: Sequence[Setting], target: dict[str, Any]) -> None:
     with engine_of(folders, ALONE, target) as engine:
         expected = {kind: said(engine, ALONE, params) for kind, params in PARAMS.items()}
     for setting in settings:

@@ -71,13 +71,13 @@ def test_a_whole_forward_through_flashinfers_arguments(
 def test_a_whole_eager_forward_through_the_cpus_own(pair_of: PairOf, architecture: str) -> None:
     pair = pair_of(architecture)
     try:
-        backend = attention_of(pair.loaded, "cpu")
+        backend = attention_of(pair.loaded, "cpu", CompileConfig())
     except ResourceError as error:
         pytest.skip(f"the C++ attention cannot be built here: {error}")
     assert backend.name == "cpu"
     for got, wanted in zip(logits(pair, backend), logits(pair, SdpaAttention()), strict=True):
         torch.testing.assert_close(got, wanted, rtol=2e-5, atol=2e-5)
-    assert attention_of(pair.loaded, "auto").name == "sdpa"
+    assert attention_of(pair.loaded, "auto", CompileConfig()).name == "sdpa"
 
 
 def on_paper_cuda(pair: Pair, backend: AttentionBackend) -> ModelRunner:

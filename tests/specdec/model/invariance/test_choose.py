@@ -16,7 +16,7 @@ from specdec.core.errors import CheckpointError, ConfigError, ResourceError
 from specdec.engine.config import EngineConfig
 from specdec.model import loader
 from specdec.model.acceleration import attention_of
-from specdec.model.config import ModelConfig
+from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.invariance import choose
 from specdec.model.invariance.native import NativeOperations
 from specdec.model.loader import load_model
@@ -117,7 +117,7 @@ def test_attention_that_follows_the_batch(folder: Path) -> None:
     with pytest.raises(pydantic.ValidationError, match="batch_invariant does not go with attention_backend"):
         config(folder, attention_backend="sdpa")
     require_kernels()
-    assert attention_of(load_model(config(folder)), "auto").name == "cpu"
+    assert attention_of(load_model(config(folder)), "auto", CompileConfig()).name == "cpu"
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block", "multi_round"])

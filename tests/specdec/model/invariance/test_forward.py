@@ -82,7 +82,7 @@ def make_runner(loaded: LoadedModel, compile_config: CompileConfig = EAGER) -> M
         loaded,
         CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE),
         max_num_seqs=16,
-        backend=attention_of(loaded, "auto"),
+        backend=attention_of(loaded, "auto", CompileConfig()),
     )
     accelerate(runner, compile_config)
     return runner
