@@ -48,9 +48,14 @@ class Outputs:
         Raises:
             ConfigError: naming option and file.
         """
+        options: dict[Path, str] = {}
         for option, file in (("--json", self.json), ("--csv", self.csv), ("--plot", self.plot)):
-            if file is not None:
-                check_output(option, file)
+            if file is None:
+                continue
+            check_output(option, file)
+            other = options.setdefault(file.resolve(), option)
+            if other != option:
+                raise ConfigError(f"{option}: {file} is the file of {other}: give another one")
         if self.plot is not None:
             check_plot(self.plot)
 
@@ -180,7 +185,9 @@ def _summary(report: LoadReport) -> str:
         f"{report.output_tokens_per_s:.1f} tokens/s "
         f"({report.num_prompt_tokens} prompt tokens, {report.num_output_tokens} generated)"
     ]
-    lines += [f"failed: {number} with {kind}" for kind, number in sorted(report.errors.items())]
+    for kind, number in sorted(report.errors.items()):
+        reason = report.reasons.get(kind)
+        lines.append(f"failed: {number} with {kind}" + (f", the first: {reason}" if reason else ""))
     if report.objectives:
         limits = ", ".join(f"{name} <= {limit:g} s" for name, limit in report.objectives.items())
         lines.append(

@@ -105,6 +105,10 @@ def read_prompts(file: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(f"--prompts: {file} cannot be read as text: {reason}") from None
+    if file.suffix == ".json":
+        raise ConfigError(
+            f"--prompts: {file}: prompts are lines of text, or of JSON where the file's name ends in .jsonl"
+        )
     if file.suffix == ".jsonl":
         prompts = [_prompt_of(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     else:

@@ -412,7 +412,9 @@ def online(
     trace: Annotated[
         Path | None, typer.Option(help="Arrivals instead of --rate: a time or a JSON object per line.")
     ] = None,
-    speedup: Annotated[float, typer.Option(min=1e-6, help="Plays a trace so many times as fast.")] = 1.0,
+    speedup: Annotated[
+        float | None, typer.Option(min=1e-6, help="Plays a trace so many times as fast.")
+    ] = None,
     num_requests: Annotated[
         int | None, typer.Option("--num-requests", "-n", min=1, help="Without --duration: 100.")
     ] = None,
@@ -424,9 +426,11 @@ def online(
         typer.Option(help='Prompts, in turn: a text file with one per line, or JSON lines with a "prompt".'),
     ] = None,
     prompt_length: Annotated[
-        str,
-        typer.Option(help="Words of made-up prompts: N, LOW-HIGH, lognormal:MEDIAN,SIGMA, exponential:MEAN."),
-    ] = "128",
+        str | None,
+        typer.Option(
+            help="Words of made-up prompts: N, LOW-HIGH, lognormal:MEDIAN,SIGMA, exponential:MEAN; else 128."
+        ),
+    ] = None,
     vocab_size: Annotated[
         int | None,
         typer.Option(min=32, help="Make prompts of random token ids below this: --prompt-length in tokens."),
@@ -474,10 +478,14 @@ def online(
 
     if vocab_size is not None and prompts is not None:
         raise ConfigError("--vocab-size: is for made-up prompts; leave it out, or --prompts")
+    if prompt_length is not None and prompts is not None:
+        raise ConfigError("--prompt-length: is for made-up prompts; leave it out, or --prompts")
+    if speedup is not None and trace is None:
+        raise ConfigError("--speedup: plays a --trace faster; leave it out, or set --rate")
     if vocab_size is not None and endpoint == "chat":
         raise ConfigError("--vocab-size: only completions take token ids; leave it out, or --endpoint chat")
     if trace is not None:
-        arrivals = read_trace(trace, speedup=speedup)[:num_requests]
+        arrivals = read_trace(trace, speedup=speedup or 1.0)[:num_requests]
         arrivals = tuple(arrival for arrival in arrivals if duration is None or arrival.at_s < duration)
     else:
         number = 100 if num_requests is None and duration is None else num_requests
@@ -493,7 +501,7 @@ def online(
             model=model,
             arrivals=arrivals,
             prompts=read_prompts(prompts) if prompts is not None else (),
-            prompt_length=length_of(prompt_length, "--prompt-length"),
+            prompt_length=length_of(prompt_length or "128", "--prompt-length"),
             output_length=length_of(output_length, "--output-length"),
             vocab_size=vocab_size,
             seed=seed,
@@ -509,6 +517,7 @@ def online(
                 "burstiness": burstiness,
                 "trace": str(trace) if trace else None,
                 "speedup": speedup,
+                "num_requests": num_requests,
                 "duration": duration,
                 "prompts": str(prompts) if prompts else None,
                 "prompt_length": prompt_length,
@@ -516,6 +525,8 @@ def online(
                 "output_length": output_length,
                 "extra_body": extra_body,
                 "seed": seed,
+                "slo": slo,
+                "timeout": timeout,
             },
         )
     )

@@ -22,6 +22,9 @@ _DONE = b"[DONE]"
 _DATA = b"data:"
 _END_S = 1.0
 """So long an answer that is complete is read on, for the sake of its connection."""
+_MAX_REFUSAL_BYTES = 1 << 16
+_MAX_REASON = 200
+"""Characters."""
 INCOMPLETE = "incomplete stream"
 EMPTY = "empty stream"
 NO_EVENT = "not an event of OpenAI's API"
@@ -42,10 +45,16 @@ class Timeline:
     """As the server counts; the number of deliveries where it does not say."""
     error: str | None = None
     """What kind of failure; None: complete."""
+    reason: str | None = None
+    """What the server said of the failure."""
 
 
 class _Failed(Exception):
     """The request failed; the text is the kind of failure."""
+
+    def __init__(self, kind: str, reason: str | None = None) -> None:
+        super().__init__(kind)
+        self.reason = reason
 
 
 class LoadGenerator:
@@ -78,10 +87,10 @@ class LoadGenerator:
         try:
             async with self._client.stream("POST", self._path, json=request.body) as response:
                 if response.status_code != 200:
-                    raise _Failed(f"status {response.status_code}")
+                    raise _Failed(f"status {response.status_code}", await _reason(response))
                 await self._receive(response, timeline)
         except _Failed as failure:
-            timeline.error = str(failure)
+            timeline.error, timeline.reason = str(failure), failure.reason
         except httpx.HTTPError as error:
             timeline.error = kind_of(error)
         timeline.ended_s = timeline.ended_s or self._now_s()
@@ -117,7 +126,7 @@ class LoadGenerator:
         error = event.get("error")
         if error:
             code = error.get("code") if isinstance(error, dict) else None
-            raise _Failed(f"error event {code}" if code else "error event")
+            raise _Failed(f"error event {code}" if code else "error event", _message(event))
         choices = _objects(event.get("choices") or [])
         has_text = any(_has_text(choice) for choice in choices)
         if has_text:
@@ -126,6 +135,30 @@ class LoadGenerator:
             timeline.num_prompt_tokens = _count(usage, "prompt_tokens", timeline.num_prompt_tokens)
             timeline.num_output_tokens = _count(usage, "completion_tokens", timeline.num_output_tokens)
         return has_text or any(choice.get("finish_reason") for choice in choices)
+
+
+async def _reason(response: httpx.Response) -> str | None:
+    """Read what the body of a refusal says, in OpenAI's form or as text."""
+    body = b""
+    async for data in response.aiter_bytes():
+        body += data
+        if len(body) > _MAX_REFUSAL_BYTES:
+            break
+    try:
+        return _message(from_json(body))
+    except ValueError:
+        return _shortened(body.decode(errors="replace"))
+
+
+def _message(answer: object) -> str | None:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    message = error.get("message") if isinstance(error, dict) else error
+    return _shortened(message) if isinstance(message, str) else None
+
+
+def _shortened(text: str) -> str | None:
+    line = " ".join(text.split())
+    return (line if len(line) <= _MAX_REASON else line[: _MAX_REASON - 3] + "...") or None
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

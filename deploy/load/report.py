@@ -50,6 +50,8 @@ class LoadReport:
     num_completed: int
     errors: Mapping[str, int]
     """Failed requests by kind."""
+    reasons: Mapping[str, str]
+    """What the server said of the first of them, by kind, where it said something."""
     duration_s: float
     """From the start until the last request ended."""
     offered_per_s: float
@@ -136,6 +138,7 @@ def report_of(timelines: Sequence[Timeline], objectives: Mapping[Latency, float]
         num_requests=len(timelines),
         num_completed=len(completed),
         errors=dict(Counter(timeline.error for timeline in timelines if timeline.error is not None)),
+        reasons=_reasons(timelines),
         duration_s=duration_s,
         offered_per_s=_per_s(len(timelines), max(timeline.due_s for timeline in timelines)),
         completed_per_s=_per_s(len(completed), duration_s),
@@ -149,6 +152,14 @@ def report_of(timelines: Sequence[Timeline], objectives: Mapping[Latency, float]
         good_share=num_good / len(timelines),
         max_lateness_s=max(timeline.sent_s - timeline.due_s for timeline in timelines),
     )
+
+
+def _reasons(timelines: Sequence[Timeline]) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    for timeline in timelines:
+        if timeline.error is not None and timeline.reason is not None:
+            reasons.setdefault(timeline.error, timeline.reason)
+    return reasons
 
 
 def _per_s(number: int, seconds: float) -> float:

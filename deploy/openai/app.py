@@ -59,6 +59,7 @@ from deploy.openai.requests import (
 from deploy.openai.responses import ChoiceResult, complete_body
 from deploy.openai.resumption import HEADER as LAST_EVENT_ID
 from deploy.openai.resumption import Comeback, EventId, FailedForGood, proved
+from deploy.openai.serve_headers import REQUEST_ID
 from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import SlowReaders
 from deploy.openai.streaming import (
@@ -520,7 +521,7 @@ def _cross_origin(settings: DoorSettings) -> dict[str, Any]:
         "allow_origins": settings.allowed_origins,
         "allow_methods": (*_READING, "POST"),
         "allow_headers": ("*",),  # those of OpenAI's library are many, and no page sends what it may not
-        "expose_headers": (RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, TRACE_ID_HEADER),
+        "expose_headers": (RETRY_AFTER_HEADER, SHOULD_RETRY_HEADER, TRACE_ID_HEADER, REQUEST_ID),
     }
 
 

@@ -78,9 +78,9 @@ class AttentionBackend(Protocol):
         """Write `key` and `value` at the step's slots, then attend.
 
         Args:
-            query: [T, H, D], any strides.
-            key: [T, G, D], any strides.
-            value: [T, G, D], any strides.
+            query: [T, H, D]; rows and heads may have any strides, a head's numbers are neighbours.
+            key: [T, G, D], likewise.
+            value: [T, G, D], likewise.
             key_cache: this layer's [N, G, P, D], or packed rows instead of D numbers.
             value_cache: this layer's [N, G, P, D], likewise.
             metadata: the step.

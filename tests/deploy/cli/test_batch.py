@@ -82,6 +82,10 @@ def test_over_http_with_a_key(tmp_path: Path) -> None:
         (HTMLResponse("<h1>Sign in</h1>", 200), "status 200, and no JSON: this is not the server itself"),
         (Response("[]", 200, media_type="application/json"), "this is not the server itself"),
         (Response("Unauthorized", 401), "--api-key"),
+        (
+            Response('{"error": {"message": "no /a/v1/models"}}', 404, media_type="application/json"),
+            "status 404, 'no /a/v1/models': give the URL as it is before /v1",
+        ),
     ],
 )
 def test_what_is_no_server_is_told_before_the_first_line(

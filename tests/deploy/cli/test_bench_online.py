@@ -57,7 +57,7 @@ def test_failures_are_counted(tmp_path: Path) -> None:
     with live_server(door.app) as url:
         code, stdout, _ = invoke(url, "-n", 7, "--rate", 500, "--prompt-length", 4)
     assert code == 1
-    assert "failed: 7 with status 429" in stdout
+    assert "failed: 7 with status 429, the first: full\n" in stdout
 
 
 def test_ctrl_c_tells_what_has_come_out_so_far(tmp_path: Path) -> None:
@@ -136,6 +136,9 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--duration", 0.001, "--rate", 0.001), "no request arrives"),
         (("--vocab-size", 100, "--endpoint", "chat"), "--vocab-size"),
         (("--vocab-size", 100, "--prompts", whole), "--vocab-size: is for made-up prompts"),
+        (("--prompt-length", 4, "--prompts", whole), "--prompt-length: is for made-up prompts"),
+        (("--speedup", 2), "--speedup: plays a --trace faster"),
+        (("--json", tmp_path / "run", "--csv", tmp_path / "." / "run"), "--csv: "),
     ):
         code, stdout, stderr = invoke(*arguments)
         assert code == 2, message

@@ -67,6 +67,13 @@ def test_lines_of_prompts_end_where_a_file_ends_them(tmp_path: Path, mark: bytes
     assert read_prompts(text) == ["a\u2028b", "c"]
 
 
+def test_a_json_document_is_no_file_of_lines(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text('["a",\n"b"]\n')
+    with pytest.raises(ConfigError, match=rf"--prompts: {file}: .*\.jsonl"):
+        read_prompts(file)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -199,6 +199,25 @@ def test_failures_are_told_apart_and_end_nothing_else(answer: Any, error: str) -
     assert [timeline.error for timeline in timelines] == [error, None]
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (httpx.Response(400, json={"error": {"message": "no such\n model", "code": "c"}}), "no such model"),
+        (httpx.Response(400, json={"error": "bad"}), "bad"),
+        (httpx.Response(502, text="<h1>Bad  gateway</h1>"), "<h1>Bad gateway</h1>"),
+        (httpx.Response(502, text="x" * 10**6), "x" * 197 + "..."),
+        (httpx.Response(400, json={"detail": "?"}), None),
+        (httpx.Response(503), None),
+        (((0.5, event({"error": {"code": "c", "message": "lost"}})), (0.0, DONE)), "lost"),
+    ],
+)
+def test_what_the_server_says_of_a_failure_is_told(answer: Any, reason: str | None) -> None:
+    timelines = run(SlowServer(GOOD, answer, httpx.Response(418, text="other")), [0.0, 1.0, 2.0])
+    report = report_of(timelines, {})
+    (first, *_) = (timeline.error for timeline in timelines if timeline.error is not None)
+    assert report.reasons == {"status 418": "other"} | ({} if reason is None else {first: reason})
+
+
 def test_the_report_is_what_one_works_out_by_hand() -> None:
     # Ten requests, one a second; number i has its first text after i + 1 tenths, and ends a second later.
     scripts = [

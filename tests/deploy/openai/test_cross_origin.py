@@ -60,7 +60,7 @@ def test_scripts_see_errors_and_how_long_to_wait() -> None:
         assert answer.status_code == status
         assert answer.headers["access-control-allow-origin"] == SITE
         exposed = answer.headers["access-control-expose-headers"].lower()
-        assert {"retry-after", "x-should-retry", "x-trace-id"} <= set(exposed.split(", "))
+        assert {"retry-after", "x-should-retry", "x-trace-id", "x-request-id"} <= set(exposed.split(", "))
 
 
 @pytest.mark.parametrize(
