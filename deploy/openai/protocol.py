@@ -472,6 +472,8 @@ class ChatBody(GenerationBody):
     """Report also so many most likely tokens per position; needs `logprobs: true`."""
     add_generation_prompt: bool = True
     """Whether the chat template opens the assistant's turn."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the model's chat template, such as `{"enable_thinking": false}`."""
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     """Functions that the model may call."""
     tool_choice: ToolChoice = "auto"

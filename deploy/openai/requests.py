@@ -172,6 +172,7 @@ async def prepare_chat(
         [message.for_template() for message in body.messages],
         add_generation_prompt=body.add_generation_prompt,
         tools=body.template_tools,
+        variables=body.chat_template_kwargs,
     )
     params = _sampling_params(body, description, settings, await _bad_words(body, tokenizer))
     identity = identity or ResponseIdentity.mint("chatcmpl")

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ _MESSAGE_CHARACTERS = 64
 """What a message counts as beside its content: the template writes something around it."""
 _TEXT_FIELDS = ("content", "name", "reasoning_content", "tool_call_id")
 """Of a message: what a client may make as long as it likes, and a chat template may write."""
+_VARIABLES = "chat_template_kwargs"
+_TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of templates that are other fields of bodies, or that the library sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +70,16 @@ class DoorTokenizer(Protocol):
         *,
         add_generation_prompt: bool,
         tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, by the model's chat template.
 
+        `variables` are what the template finds beside what every template is given.
+
         Raises:
             CapacityError: too much waits to be tokenized.
-            InputError: the template refuses the messages or knows nothing of tools, or the model has none.
+            InputError: the template refuses the messages or knows nothing of tools, or the model has none; or
+                variables have names that mean something else.
         """
         ...
 
@@ -109,6 +117,7 @@ class HuggingFaceTokenizer:
         """Characters."""
         self._spell = _speller(tokenizer)
         self.special_ids = special_ids_of(tokenizer)
+        self._template_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._token_texts: dict[int, TokenText] = {}
 
     @classmethod
@@ -137,25 +146,34 @@ class HuggingFaceTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a conversation, by the model's chat template.
 
+        `variables` are what the template finds beside what every template is given.
+
         Raises:
             CapacityError: too much waits to be tokenized.
-            InputError: the template refuses the messages or knows nothing of tools, or the model has none.
+            InputError: the template refuses the messages or knows nothing of tools, or the model has none; or
+                variables have names that mean something else.
         """
         if not self._tokenizer.chat_template:
             raise InputError("this model has no chat template; use /v1/completions", param="messages")
+        variables = {} if variables is None else variables
+        taken = next((name for name in variables if name in _TAKEN or name in self._template_options), None)
+        if taken is not None:
+            raise InputError(f"{_VARIABLES}: {taken!r} is not for clients to set", param=_VARIABLES)
         size = sum(
             _MESSAGE_CHARACTERS + sum(len(message.get(field) or "") for field in _TEXT_FIELDS)
             for message in messages
         )
         has_calls = any("tool_calls" in message for message in messages)
+        size += len(str(variables))
         if size <= INLINE_CHARACTERS and tools is None and not has_calls:
-            return self._encode_chat(messages, add_generation_prompt, None)
+            return self._encode_chat(messages, add_generation_prompt, None, variables)
         size += len(str(tools)) if tools is not None else 0
         size += sum(len(str(message.get("tool_calls", ""))) for message in messages) if has_calls else 0
-        return await self._in_turn(size, self._encode_chat, messages, add_generation_prompt, tools)
+        return await self._in_turn(size, self._encode_chat, messages, add_generation_prompt, tools, variables)
 
     async def _in_turn(self, size: int, work: Callable[..., T], *arguments: object) -> T:
         if self._num_waiting and self._num_waiting + size > MAX_WAITING_CHARACTERS:
@@ -205,9 +223,10 @@ class HuggingFaceTokenizer:
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool,
         tools: Sequence[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> tuple[int, ...]:
-        text = self._render(messages, add_generation_prompt, tools)
-        if tools is not None and text == self._render(messages, add_generation_prompt, None):
+        text = self._render(messages, add_generation_prompt, tools, variables)
+        if tools is not None and text == self._render(messages, add_generation_prompt, None, variables):
             raise InputError("this model's chat template knows nothing of tools", param="tools")
         return self._encode(text, False)
 
@@ -216,6 +235,7 @@ class HuggingFaceTokenizer:
         messages: Sequence[dict[str, Any]],
         add_generation_prompt: bool,
         tools: Sequence[dict[str, Any]] | None,
+        variables: Mapping[str, Any],
     ) -> str:
         from jinja2 import TemplateError
 
@@ -225,6 +245,7 @@ class HuggingFaceTokenizer:
                 tools=None if tools is None else list(tools),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **variables,
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise InputError(

@@ -194,6 +194,17 @@ def test_chat_template_roles_and_parts(door: Door) -> None:
     assert prompt_of(door) == "[system]s[user]u[assistant]a[user]v[assistant]"
 
 
+def test_chat_template_variables(door: Door) -> None:
+    door.tokenizer.chat_template = "{{ messages[0].content }}{{ '-no' if enable_thinking is false }}"
+    messages = [{"role": "user", "content": "u"}]
+    assert door.chat(messages=messages, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+    assert prompt_of(door) == "u-no"
+    wrong = door.chat(messages=messages, chat_template_kwargs=[1])
+    assert (wrong.status_code, error_of(wrong)["param"]) == (400, "chat_template_kwargs")
+    assert door.complete(chat_template_kwargs={}).status_code == 200
+    assert error_of(door.complete(chat_template_kwargs={"a": 1}))["param"] == "chat_template_kwargs"
+
+
 def test_what_clients_mark_for_a_cache_is_text_as_any(door: Door) -> None:
     part = {"type": "text", "text": "u", "prompt_cache_breakpoint": {"mode": "explicit"}}
     assert door.chat(messages=[{"role": "user", "content": [part]}]).status_code == 200

@@ -160,6 +160,24 @@ def test_all_that_a_template_may_write_counts_as_text(field: str, monkeypatch: p
     assert waited[0] >= 5000
 
 
+def test_templates_find_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make_tokenizer()
+    plain.chat_template = "{{ messages[0].content }}{% if think is defined %} {{ think }}{% endif %}"
+    tokenizer = HuggingFaceTokenizer(plain)
+
+    def prompt(variables: dict[str, object] | None) -> str:
+        messages = [{"role": "user", "content": "a"}]
+        chat = tokenizer.encode_chat(messages, add_generation_prompt=True, variables=variables)
+        return tokenizer.decode(asyncio.run(chat))
+
+    assert prompt(None) == prompt({}) == prompt({"other": 1}) == "a"
+    assert prompt({"think": "b"}) == prompt({"think": "b", "other": [1]}) == "a b"
+    for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs: '{name}' is not for clients") as refused:
+            prompt({"think": 1, name: "x"})
+        assert refused.value.param == "chat_template_kwargs"
+
+
 def test_tools_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "MAX_WAITING_CHARACTERS", 10_000)
     plain = make_tokenizer()
