@@ -23,7 +23,7 @@ import numpy as np
 from specdec.core.ids import RequestId
 from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.acceptance import AcceptanceTracker, Floats
-from specdec.scheduling.speculation.drafter_budgets import remember, without_gone
+from specdec.scheduling.speculation.picks import remember, without_gone
 from specdec.scheduling.state import Schedulable
 
 _MARGIN = 0.03

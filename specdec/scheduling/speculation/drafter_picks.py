@@ -35,8 +35,6 @@ from specdec.scheduling.speculation.drafter_budgets import (
     TRIED_SHARE,
     BudgetedDrafter,
     DrafterBudgets,
-    remember,
-    without_gone,
 )
 from specdec.scheduling.speculation.drafter_worth import (
     DrafterCosts,
@@ -45,6 +43,7 @@ from specdec.scheduling.speculation.drafter_worth import (
     best_assignment,
     worth_of,
 )
+from specdec.scheduling.speculation.picks import remember, without_gone
 from specdec.scheduling.state import Schedulable
 
 _MARGIN = 0.03

@@ -271,21 +271,38 @@ def test_requests_have_budgets_of_their_own(
     assert seen["r0"] | seen["r6"] == {14, 18}
 
 
+def beside_lookup(
+    bench: Bench,
+    drafters: FittedDrafters,
+    heads: dict[str, Any],
+    lookup: dict[str, Any] | None = None,
+    **more: Any,
+) -> EngineConfig:
+    """Heads with a window as one of two drafters."""
+    both = [
+        {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1, **(lookup or {})},
+        {
+            "name": "heads",
+            "method": "eagle3",
+            "model": str(drafters.folder_of("eagle3")),
+            "cache": {"block_size": 4, "num_blocks": 100},
+            **heads,
+        },
+    ]
+    return config_of(bench, None, "several", model=None, drafters=both, **more)
+
+
 @pytest.mark.parametrize("kind", ["greedy", "plain"])
 def test_they_are_one_of_several_drafters(
     bench: Bench, drafters: FittedDrafters, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    heads = {
-        "name": "heads",
-        "method": "eagle3",
-        "model": str(drafters.folder_of("eagle3")),
-        "share": 0.5,
-        "kv": STREAMING,
-        "cache": {"block_size": 4, "num_blocks": 100},
-    }
-    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1, "share": 0.5}
-    cache = {"block_size": 4, "num_blocks": 20}
-    config = config_of(bench, None, "several", model=None, drafters=[lookup, heads], cache=cache)
+    config = beside_lookup(
+        bench,
+        drafters,
+        {"kv": STREAMING, "share": 0.5},
+        {"share": 0.5},
+        cache={"block_size": 4, "num_blocks": 20},
+    )
     held = Held(monkeypatch)
     with Engine(config) as engine:
         results = engine.generate(PROMPTS, KINDS[kind])
@@ -304,16 +321,8 @@ def test_as_one_of_several_their_budget_changes_with_the_drafter(
     bench: Bench, drafters: FittedDrafters, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """They read along whoever drafts, and never keep more than the largest of their budgets."""
-    heads = {
-        "name": "heads",
-        "method": "eagle3",
-        "model": str(drafters.folder_of("eagle3")),
-        "kv": {"policy": "streaming", "budget": [12, 24, "50%"], "floor": 12},
-        "cache": {"block_size": 4, "num_blocks": 100},
-    }
-    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1}
-    cache = {"block_size": 4, "num_blocks": 20}
-    config = config_of(bench, None, "several", model=None, drafters=[lookup, heads], cache=cache)
+    kv = {"policy": "streaming", "budget": [12, 24, "50%"], "floor": 12}
+    config = beside_lookup(bench, drafters, {"kv": kv}, cache={"block_size": 4, "num_blocks": 20})
     seen: set[int] = set()
     run = LocalTarget.run
 
@@ -350,15 +359,7 @@ def test_a_larger_budget_than_configured_counts_before_they_get_the_request(
     bench: Bench, drafters: FittedDrafters, monkeypatch: pytest.MonkeyPatch, is_own: bool
 ) -> None:
     """What they leave out while another drafter has it would be lost for good."""
-    heads = {
-        "name": "heads",
-        "method": "eagle3",
-        "model": str(drafters.folder_of("eagle3")),
-        "kv": STREAMING,
-        "cache": {"block_size": 4, "num_blocks": 100},
-    }
-    lookup = {"name": "lookup", "method": "ngram", "prompt_lookup_min": 1}
-    config = config_of(bench, None, "several", model=None, drafters=[lookup, heads], controller="fixed")
+    config = beside_lookup(bench, drafters, {"kv": STREAMING}, controller="fixed")
     longest = max(range(len(PROMPTS)), key=lambda index: len(PROMPTS[index]))
     token_ids: list[int] = []
     num_dropped: set[int] = set()

@@ -15,11 +15,9 @@ from specdec.kv.selection import KvBudget
 from specdec.scheduling.speculation.acceptance import AcceptanceTracker
 from specdec.scheduling.speculation.controller import DraftOutcome, bounded_choice
 from specdec.scheduling.speculation.drafter_budgets import (
-    _MOST_PICKS,
     TRIED_SHARE,
     BudgetedDrafter,
     DrafterBudgets,
-    remember,
 )
 from specdec.scheduling.speculation.drafter_picks import Arm, DrafterPicks, _class_name, _key
 from specdec.scheduling.speculation.drafter_worth import DrafterCosts
@@ -338,16 +336,6 @@ def test_those_who_left_are_forgotten() -> None:
     assert picks._budgets is not None
     assert max(len(picks._picks), len(picks._budgets._picks), len(picks._classes)) <= 4 * 2 + 64 + 2
     assert len(picks._trying) <= 1
-
-
-def test_those_whom_nobody_reviews_are_forgotten_once_they_are_very_many() -> None:
-    """Where prompts alone are read nothing decodes, and nothing is decided."""
-    picks: dict[RequestId, int] = {}
-    for number in range(3 * _MOST_PICKS):
-        remember(picks, RequestId(f"r{number}"), number % 2)
-        assert len(picks) <= _MOST_PICKS
-    newest = range(3 * _MOST_PICKS - _MOST_PICKS // 2, 3 * _MOST_PICKS)
-    assert all(picks[RequestId(f"r{number}")] == number % 2 for number in newest)
 
 
 def test_another_thread_may_ask_while_requests_are_forgotten() -> None:
