@@ -75,11 +75,6 @@ def not_of_a_server(response: httpx.Response) -> str:
     return f"status {response.status_code}, and no JSON: this is not the server itself; is the URL right?"
 
 
-def message_of(response: httpx.Response) -> str:
-    """Return what is told in OpenAI's form; nothing where the body has another."""
-    return str(_error(response).get("message") or "")
-
-
 def _is_of_one_text(response: httpx.Response) -> bool:
     """Whether a 403 may be about what one request says (a filter's word, say): it tells so in OpenAI's form,
     and names nothing else.

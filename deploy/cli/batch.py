@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cluster.config import ClusterConfig
-from deploy.batch.answers import is_its_own, is_json, message_of, not_of_a_server, obstacle
+from deploy.batch.answers import is_json, not_of_a_server, obstacle
 from deploy.batch.lines import num_lines, read_lines
 from deploy.batch.results import BatchResult, ResultsFile
 from deploy.batch.runner import BatchOptions, BatchRunner
@@ -150,8 +150,9 @@ async def _check(client: httpx.AsyncClient, url: str) -> None:
     why = obstacle(response)
     if why is None and response.is_success and not is_json(response, dict):
         why = not_of_a_server(response)
-    if why is None and response.status_code == httpx.codes.NOT_FOUND and is_its_own(response):
-        why = f"status 404, {message_of(response)!r}: give the URL as it is before /v1"
+    is_unknown = response.status_code == httpx.codes.NOT_FOUND and is_json(response)
+    if why is None and is_unknown and httpx.URL(url).path.strip("/"):
+        why = "status 404: give the URL as it is before /v1"
     if why is not None:
         raise UserError(f"{url}/v1/models: {why}")
 

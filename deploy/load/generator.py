@@ -138,12 +138,14 @@ class LoadGenerator:
 
 
 async def _reason(response: httpx.Response) -> str | None:
-    """Read what the body of a refusal says, in OpenAI's form or as text."""
+    """Read what the body of a refusal says, in OpenAI's form or as text, as far as it comes soon."""
     body = b""
-    async for data in response.aiter_bytes():
-        body += data
-        if len(body) > _MAX_REFUSAL_BYTES:
-            break
+    with contextlib.suppress(TimeoutError, httpx.HTTPError):
+        async with asyncio.timeout(_END_S):
+            async for data in response.aiter_bytes():
+                body += data
+                if len(body) > _MAX_REFUSAL_BYTES:
+                    break
     try:
         return _message(from_json(body))
     except ValueError:

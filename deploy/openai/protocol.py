@@ -412,8 +412,8 @@ class ChatMessage(BodyPart):
         if is_reply:
             dropped |= ADDED_TO_REPLIES
         kept = {name: value for name, value in data.items() if name not in dropped}
-        if is_reply and isinstance(data.get(_REASONING), str):
-            kept.setdefault("reasoning_content", data[_REASONING])
+        if is_reply and isinstance(data.get(_REASONING), str) and kept.get("reasoning_content") is None:
+            kept["reasoning_content"] = data[_REASONING]
         if (kept.get("tool_calls") or kept.get(_REFUSAL)) and kept.get("content") is None:
             kept["content"] = ""
         return kept

@@ -33,9 +33,14 @@ _MESSAGE_CHARACTERS = 64
 """What a message counts as beside its content: the template writes something around it."""
 _TEXT_FIELDS = ("content", "name", "reasoning_content", "tool_call_id")
 """Of a message: what a client may make as long as it likes, and a chat template may write."""
+_TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
+"""What expressions of templates raise, over values that they do not expect."""
 _VARIABLES = "chat_template_kwargs"
-_TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables of templates that are other fields of bodies, or that the library sets."""
+_TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "conversations", "self"})
+"""Variables of templates that are other fields of bodies, or that the library sets; further ones are its
+options and the names of special tokens."""
+MAX_VARIABLES_CHARACTERS = 1024
+"""A template may write them once for each of tens of thousands of messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,8 @@ class HuggingFaceTokenizer:
         """Characters."""
         self._spell = _speller(tokenizer)
         self.special_ids = special_ids_of(tokenizer)
-        self._template_options = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        options = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._taken_variables = _TAKEN.union(options, tokenizer.SPECIAL_TOKENS_ATTRIBUTES)
         self._token_texts: dict[int, TokenText] = {}
 
     @classmethod
@@ -160,20 +166,29 @@ class HuggingFaceTokenizer:
         if not self._tokenizer.chat_template:
             raise InputError("this model has no chat template; use /v1/completions", param="messages")
         variables = {} if variables is None else variables
-        taken = next((name for name in variables if name in _TAKEN or name in self._template_options), None)
-        if taken is not None:
-            raise InputError(f"{_VARIABLES}: {taken!r} is not for clients to set", param=_VARIABLES)
+        self._check_variables(variables)
         size = sum(
             _MESSAGE_CHARACTERS + sum(len(message.get(field) or "") for field in _TEXT_FIELDS)
             for message in messages
         )
         has_calls = any("tool_calls" in message for message in messages)
-        size += len(str(variables))
+        size += len(str(variables)) * len(messages) if variables else 0  # a template may repeat them
         if size <= INLINE_CHARACTERS and tools is None and not has_calls:
             return self._encode_chat(messages, add_generation_prompt, None, variables)
         size += len(str(tools)) if tools is not None else 0
         size += sum(len(str(message.get("tool_calls", ""))) for message in messages) if has_calls else 0
         return await self._in_turn(size, self._encode_chat, messages, add_generation_prompt, tools, variables)
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        taken = next((name for name in variables if name in self._taken_variables), None)
+        if taken is not None:
+            raise InputError(f"{_VARIABLES}: {taken!r} is not for clients to set", param=_VARIABLES)
+        if len(str(variables)) > MAX_VARIABLES_CHARACTERS:
+            raise InputError(
+                f"{_VARIABLES} takes at most {MAX_VARIABLES_CHARACTERS} characters: it is for switches of "
+                "templates, not for texts",
+                param=_VARIABLES,
+            )
 
     async def _in_turn(self, size: int, work: Callable[..., T], *arguments: object) -> T:
         if self._num_waiting and self._num_waiting + size > MAX_WAITING_CHARACTERS:
@@ -247,9 +262,10 @@ class HuggingFaceTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except (*_TEMPLATE_ERRORS, TemplateError) as error:
             raise InputError(
-                f"the model's chat template refuses these messages: {error}", param="messages"
+                f"the model's chat template refuses these messages: {str(error) or type(error).__name__}",
+                param="messages",
             ) from error
         assert isinstance(text, str)
         return text

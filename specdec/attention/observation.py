@@ -154,9 +154,9 @@ def _masses(
     start = context_len - metadata.query_lens_host[sequence]
     own_block = start // block_size
     maxima, sums = [], []
-    for first, last in pairwise([*range(0, own_block, _BLOCKS_AT_ONCE), own_block, num_blocks]):
-        if first == last:
-            continue
+    # What a tree lies in, of which there is little, is one part.
+    end = num_blocks if path_mq is None else own_block
+    for first, last in pairwise([*range(0, end, _BLOCKS_AT_ONCE), *dict.fromkeys((end, num_blocks))]):
         table = metadata.block_tables[sequence, first:last].long()
         keys = key_cache[table].transpose(0, 1).reshape(layer.num_kv_heads, -1, head_dim)
         scores = torch.matmul(folded, keys.transpose(1, 2)).float().mul_(layer.scaling)
@@ -164,7 +164,7 @@ def _masses(
             scores = scores.div_(layer.softcap).tanh_().mul_(layer.softcap)
         by_row = scores.view(num_heads, num_rows, (last - first) * block_size)
         place = torch.arange(first * block_size, last * block_size, device=keys.device)
-        if first == own_block and path_mq is not None:
+        if path_mq is not None and first == own_block:
             behind = (place - start).clamp(0, path_mq.shape[1] - 1)
             node_mk = torch.where(place < start, place - start, path_mq[:, behind])
             by_row = by_row.gather(2, (node_mk + start - place[0]).expand_as(by_row))
@@ -194,7 +194,8 @@ def _paths(
     query_len, start_row = metadata.query_lens_host[sequence], sum(metadata.query_lens_host[:sequence])
     device = metadata.positions.device
     start = metadata.context_lens_host[sequence] - query_len
-    if metadata.ancestor_mask is None:
+    is_chain = metadata.is_tree is not None and not metadata.is_tree[sequence]
+    if metadata.ancestor_mask is None or is_chain:
         return torch.arange(start + query_len - num_rows, start + query_len, device=device), None
     end = start_row + query_len
     related_mq = metadata.ancestor_mask[end - num_rows : end, :query_len]

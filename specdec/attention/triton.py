@@ -189,7 +189,7 @@ class TritonPagedAttention:
             num_partials=static.num_partials if self.max_splits > 1 else 0,
         )
         plan = _Plan(metadata=static.metadata, row_sequences=static.row_sequences, works={kind: (work,)})
-        _is_tree(plan)  # now, and not while launches are recorded
+        _is_tree(plan)  # what has to be made for it is made before launches are recorded
         return plan
 
     def static_size(self, layers: Sequence[LayerAttention], dtype: torch.dtype, num_rows: int) -> StaticSize:
@@ -423,7 +423,7 @@ class StaticSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticWork:
-    """Memory of constant size that holds the work of changing steps of at most T rows, none of them a tree.
+    """Memory of constant size that holds the work of changing steps of at most T rows.
 
     A step may have as many sequences as rows; sequences without rows have context 0.
     """

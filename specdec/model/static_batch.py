@@ -169,6 +169,7 @@ class StaticBatch:
         of_trees: dict[str, Field] = {}
         if takes_trees:
             of_trees["masks"] = (np.bool_, (num_rows, min(num_rows, MAX_SPLIT_ROWS)))
+            of_trees["is_tree"] = (np.bool_, (num_rows,))
         self._arrays = arrays = PackedArrays(
             {
                 "input_ids": (np.int64, (num_rows,)),
@@ -197,6 +198,7 @@ class StaticBatch:
             slot_mapping=device["slots"],
             positions=device["depths"],
             ancestor_mask=device.get("masks"),
+            is_tree=device.get("is_tree"),
         )
         work = StaticWork(
             metadata=metadata,
@@ -258,8 +260,11 @@ class StaticBatch:
             self._incoming[:rows].copy_(inputs.incoming[0])
 
     def _fill_masks(self, metadata: AttentionMetadata) -> None:
-        """Put the batch's ancestor masks where the forward reads them, or those of chains."""
-        rows, masks = metadata.num_rows, self._arrays.host["masks"]
+        """Put what is a tree, and ancestor masks, those of chains too, where the forward reads them."""
+        rows, masks, is_tree = metadata.num_rows, self._arrays.host["masks"], self._arrays.host["is_tree"]
+        is_tree[:] = False
+        if metadata.is_tree is not None:
+            is_tree[: metadata.num_sequences] = metadata.is_tree.numpy()
         if metadata.ancestor_mask is not None:
             width = metadata.max_query_len
             masks[:rows, :width] = metadata.ancestor_mask.numpy()
@@ -293,6 +298,7 @@ def static_metadata(
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
     ancestor_mask: torch.Tensor | None = None,
+    is_tree: torch.Tensor | None = None,
 ) -> AttentionMetadata:
     """Return metadata of which nothing is known on the host."""
     return AttentionMetadata(
@@ -302,7 +308,7 @@ def static_metadata(
         slot_mapping=slot_mapping,
         positions=positions,
         ancestor_mask=ancestor_mask,
-        is_tree=None,
+        is_tree=is_tree,
         query_lens_host=(),
         context_lens_host=(),
         block_size=runner.block_size,

@@ -21,6 +21,7 @@ from specdec.model.invariance.operations import InvariantForward
 from specdec.model.loader import load_model
 from specdec.model.runner import ModelRunner
 from tests.architectures import VOCAB_SIZE, save_model
+from tests.specdec.model.invariance.nodes import check_nodes
 from tests.specdec.model.invariance.operations_on_gpu import (
     OPERATIONS,
     TOLERANCE,
@@ -109,12 +110,9 @@ class Cut:
         return [torch.stack(one) for one in self._logits]
 
 
-@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "mixtral", "falcon", "phi3"])
-def test_forwards(tmp_path: Path, architecture: str, dtype: str, graphed: bool) -> None:
-    save_model(tmp_path, architecture)
-    config = {"model": str(tmp_path), "device": "cuda", "dtype": dtype, "batch_invariant": True}
+def make_runner(folder: Path, architecture: str, dtype: str, *, graphed: bool) -> ModelRunner:
+    save_model(folder, architecture)
+    config = {"model": str(folder), "device": "cuda", "dtype": dtype, "batch_invariant": True}
     loaded = load_model(ModelConfig.model_validate(config))
     runner = ModelRunner(
         loaded,
@@ -124,12 +122,28 @@ def test_forwards(tmp_path: Path, architecture: str, dtype: str, graphed: bool) 
     )
     assert isinstance(runner.backend, TritonPagedAttention)
     compile_config = CompileConfig(mode="auto" if graphed else "off", cuda_graph_max_rows=24)
-    forward = accelerate(runner, compile_config)
+    forward = accelerate(runner, compile_config, takes_trees=True)
     if graphed:
         assert isinstance(forward, CudaForward)
         forward.warm_up()  # a mixture stays eager
+    return runner
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "mixtral", "falcon", "phi3"])
+def test_forwards(tmp_path: Path, architecture: str, dtype: str, graphed: bool) -> None:
+    runner = make_runner(tmp_path, architecture, dtype, graphed=graphed)
     first = Cut(runner, 0).run(lambda _: LONGEST)
     for seed, size in enumerate(
         (lambda _: 1, lambda _: 5, lambda rng: rng.choice((0, 1, 3, rng.randint(1, LONGEST)))), start=1
     ):
         assert all(map(torch.equal, first, Cut(runner, seed).run(size)))
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+def test_nodes_of_trees(tmp_path: Path, architecture: str, dtype: str, graphed: bool) -> None:
+    """What a node says is what the end of a chain of its path says, beside a chain and at any place."""
+    check_nodes(make_runner(tmp_path, architecture, dtype, graphed=graphed))

@@ -296,7 +296,7 @@ class BlockAttention {
   // node see other keys.
   void attend_in_tree(int first, int last, const Keys& after) {
     const int shared = std::clamp(base_ / kStep * kStep, first, last);
-    add_keys(first, shared, {block_.sequence, block_.kv_head, shared, last});
+    add_keys(first, shared, shared < last ? Keys{block_.sequence, block_.kv_head, shared, last} : after);
     for (int r = 0; r < block_.count; r = end_) {
       take_rows(r, std::min(block_.count, (query_row(r) + 1) * group_ - block_.first));
       find_path(r);

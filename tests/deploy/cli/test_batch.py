@@ -82,10 +82,6 @@ def test_over_http_with_a_key(tmp_path: Path) -> None:
         (HTMLResponse("<h1>Sign in</h1>", 200), "status 200, and no JSON: this is not the server itself"),
         (Response("[]", 200, media_type="application/json"), "this is not the server itself"),
         (Response("Unauthorized", 401), "--api-key"),
-        (
-            Response('{"error": {"message": "no /a/v1/models"}}', 404, media_type="application/json"),
-            "status 404, 'no /a/v1/models': give the URL as it is before /v1",
-        ),
     ],
 )
 def test_what_is_no_server_is_told_before_the_first_line(
@@ -98,6 +94,15 @@ def test_what_is_no_server_is_told_before_the_first_line(
     assert reason in stderr
     assert url in stderr
     assert out.read_text() == ""
+
+
+def test_a_path_too_many_is_told_before_the_first_line(tmp_path: Path) -> None:
+    requests, out = requests_in(tmp_path / "in", 3), tmp_path / "out"
+    with live_server(Door().app) as url:
+        code, _, stderr = invoke(requests, out, "--url", f"{url}/v1/completions")
+        assert code == 2
+        assert f"{url}/v1/completions/v1/models: status 404: give the URL as it is before /v1" in stderr
+        assert out.read_text() == ""
 
 
 @pytest.mark.parametrize(

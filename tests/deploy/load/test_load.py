@@ -208,6 +208,8 @@ def test_failures_are_told_apart_and_end_nothing_else(answer: Any, error: str) -
         (httpx.Response(502, text="x" * 10**6), "x" * 197 + "..."),
         (httpx.Response(400, json={"detail": "?"}), None),
         (httpx.Response(503), None),
+        (httpx.Response(503, headers={"content-encoding": "gzip"}, stream=Script(((0.0, b"no"),))), None),
+        (httpx.Response(503, stream=Script(((0.1, httpx.ReadError("reset")),))), None),
         (((0.5, event({"error": {"code": "c", "message": "lost"}})), (0.0, DONE)), "lost"),
     ],
 )

@@ -172,10 +172,16 @@ def test_templates_find_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert prompt(None) == prompt({}) == prompt({"other": 1}) == "a"
     assert prompt({"think": "b"}) == prompt({"think": "b", "other": [1]}) == "a b"
-    for name in ("messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"):
+    for name in ("messages", "tools", "tokenize", "chat_template", "conversation", "self", "eos_token"):
         with pytest.raises(InputError, match=f"chat_template_kwargs: '{name}' is not for clients") as refused:
             prompt({"think": 1, name: "x"})
         assert refused.value.param == "chat_template_kwargs"
+    with pytest.raises(InputError, match="chat_template_kwargs takes at most 1024 characters"):
+        prompt({"think": "x" * 1024})
+    plain.chat_template = "{{ 10 // think }}{{ range(think) }}{{ 'x' | center(think) }}"
+    for value in (0, 10**9, "x", [], None):
+        with pytest.raises(InputError, match="the model's chat template refuses these messages"):
+            prompt({"think": value})
 
 
 def test_tools_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:

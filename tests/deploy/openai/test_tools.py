@@ -399,19 +399,28 @@ def test_what_gateways_add_is_left_out() -> None:
     assert prompt_of(door) == marked_prompt
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_what_a_model_thought_reaches_the_template(name: str) -> None:
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": None},
+        {"reasoning": None, "reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm"},
+    ],
+)
+def test_what_a_model_thought_reaches_the_template(thought: dict[str, Any]) -> None:
     door = door_with(
         ("ok",), "{% for m in messages %}[{{ m.reasoning_content or '' }}]{{ m.content }}{% endfor %}"
     )
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", name: "hm"},
+        {"role": "assistant", "content": "b", **thought},
         {"role": "user", "content": "c", "name": "d"},
     ]
     assert door.chat(messages=messages).status_code == 200
     assert prompt_of(door) == "[]a[hm]b[]c"
-    refused = door.chat(messages=[{"role": "user", "content": "a", name: "hm"}])
+    refused = door.chat(messages=[{"role": "user", "content": "a", **thought}])
     assert "reasoning" in error_of(refused)["message"]
 
 

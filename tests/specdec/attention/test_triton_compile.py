@@ -88,10 +88,6 @@ IN_ORDER = {"HAS_MASK": True, "IN_ORDER": True}
 PROMPT = {"SPLIT_KEYS": 0, "BLOCK_M": 64, "DEFER_SUM": False}
 
 
-SHARED_BYTES = {80: 99 << 10, 90: 227 << 10}
-"""What a program may have: of 8.x, that of the smallest ones."""
-
-
 def compile_kernel(cache: Path, *arguments: object) -> dict[str, int]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -116,10 +112,12 @@ def compile_kernel(cache: Path, *arguments: object) -> dict[str, int]:
         ("bf16", {}, 4),
         pytest.param("bf16", TREE, 4, marks=pytest.mark.full),
         pytest.param("bf16", IN_ORDER, 4, marks=pytest.mark.full),
+        pytest.param("bf16", IN_ORDER | TREE, 4, marks=pytest.mark.full),
+        pytest.param("fp32", IN_ORDER | {"BLOCK_N": 32}, 4, marks=pytest.mark.full),
         pytest.param("bf16", PROMPT, 4, marks=pytest.mark.full),
         pytest.param("fp32", {"BLOCK_N": 32}, 4, marks=pytest.mark.full),
     ],
-    ids=["verify", "tree", "tree_in_order", "prompt", "fp32"],
+    ids=["verify", "tree", "tree_in_order", "tree_in_order_window", "tree_in_order_fp32", "prompt", "fp32"],
 )
 def test_attention_compiles(
     tmp_path: Path, capability: int, dtype: str, changed: dict[str, object], num_warps: int
@@ -132,7 +130,8 @@ def test_attention_compiles(
     assert made["cubin_bytes"] > 0
     assert made["async_copies"]
     assert made["tensor_cores"] == (dtype == "bf16"), "fp32 products must not be rounded to TF32"
-    assert made["shared"] <= SHARED_BYTES[capability]
+    # What any GPU has from 8.0 on; prompts are many tiles, and on 9.0 are given room for one more of them.
+    assert made["shared"] <= (227 << 10 if changed is PROMPT and capability == 90 else 99 << 10)
 
 
 def test_the_other_kernels_compile(tmp_path: Path) -> None:

@@ -27,13 +27,15 @@ from tests.triton_interpreter import FAILURE, needs_interpreter
 PairOf = Callable[[str], Pair]
 
 
-def make_runner(pair: Pair, attention: str = "triton", hidden_layers: tuple[int, ...] = ()) -> ModelRunner:
+def make_runner(
+    pair: Pair, attention: str = "triton", hidden_layers: tuple[int, ...] = (), *, in_order: bool = False
+) -> ModelRunner:
     from specdec.attention.sdpa import SdpaAttention
     from specdec.attention.triton import TritonPagedAttention
 
     loaded = pair.loaded
     backend = (
-        TritonPagedAttention(loaded.device, max_context=loaded.max_model_len)
+        TritonPagedAttention(loaded.device, max_context=loaded.max_model_len, batch_invariant=in_order)
         if attention == "triton"
         else SdpaAttention()
     )
@@ -109,13 +111,14 @@ def grown(slices: list[SequenceSlice], seed: int) -> list[SequenceSlice]:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("in_order", [False, True], ids=["as they lie", "in order"])
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma2", marks=pytest.mark.full)])
 def test_a_replay_is_the_eager_forward_of_trees_and_chains(
-    pair_of: PairOf, architecture: str, monkeypatch: pytest.MonkeyPatch
+    pair_of: PairOf, architecture: str, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In gemma2 the window of half of the layers reaches less far behind than the sequences are long."""
     pair = pair_of(architecture)
-    plain, recorded = make_runner(pair, "sdpa"), make_runner(pair)
+    plain, recorded = make_runner(pair, "sdpa"), make_runner(pair, in_order=in_order)
     config, recorder = CompileConfig(cuda_graph_max_rows=8), ReplayingRecorder(monkeypatch)
     forward = recorded.graphs = CudaForward(recorded, config, recorder, takes_trees=True)
     assert forward.warm_up() == "ready"

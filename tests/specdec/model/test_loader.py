@@ -648,7 +648,7 @@ def test_the_cpus_own_is_refused_before_weights_are_read(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def unavailable() -> None:
+    def unavailable(_cache_dir: str | None) -> None:
         raise NativeUnavailable("no C++ compiler here")
 
     monkeypatch.setattr("specdec.model.loader._read_weights", None)

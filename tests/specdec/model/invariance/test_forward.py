@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.architectures import (
 )
 from tests.pairwise import mostly_full
 from tests.quantizer import some_quantizer
+from tests.specdec.model.invariance.nodes import check_nodes
 
 DTYPES = ("float32", "bfloat16")
 NUM_TOKENS = 70
@@ -247,3 +249,10 @@ def test_trees_do_not_change_their_company(load: Load) -> None:
     )
     alone = runner.forward([chain]).clone()
     assert torch.equal(runner.forward([tree, chain])[4:], alone)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+def test_nodes_of_trees(load: Load, architecture: str, dtype: str, mode: Literal["off", "auto"]) -> None:
+    check_nodes(make_runner(load(architecture, dtype), CompileConfig(mode=mode)))
