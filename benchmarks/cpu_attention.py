@@ -15,8 +15,8 @@ so that K/V come from memory, as in a forward.
                same threads
     bound      the time that the worse of the two would take, over the measured one
 
-Beside it the portable attention (PyTorch's own operations), which the engine falls back to; and chunks of a
-prompt in one step with the nodes of a tree, against the same with as many rows of a chain.
+Beside it the portable attention (PyTorch's own operations), which the engine falls back to; and the nodes
+of a tree, alone and in one step with a chunk of a prompt, against as many rows of a chain.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ _PRODUCT = 2048
 _SMALL_PRODUCT = 256
 _LONGEST_PRODUCT_S = 1.0
 """PyTorch's products of bf16 on processors that do not know it take a hundred times as long as others."""
+_ALONE = "alone"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -129,14 +130,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """A chunk of a prompt, and drafts that are verified in the same step."""
+    """Drafts that are verified, alone or in one step with a chunk of a prompt."""
 
     heads: str
     dtype: str
     context: int
     """Of both."""
     rows: int
-    """Of the chunk."""
+    """Of the chunk; 0: there is none."""
     drafts: int
     drafts_are_a_tree: bool
 
@@ -144,10 +145,8 @@ class Mixed:
     def reads(self) -> Sequence[Read]:
         """The chunk; the drafts, as a tree each node of which has two children."""
         parents = tuple((node - 1) // 2 if node else -1 for node in range(self.drafts))
-        return [
-            Read(self.context, self.rows),
-            Read(self.context, self.drafts, parents if self.drafts_are_a_tree else None),
-        ]
+        drafts = Read(self.context, self.drafts, parents if self.drafts_are_a_tree else None)
+        return [Read(self.context, self.rows), drafts] if self.rows else [drafts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +166,8 @@ class Plan:
     """What is measured."""
 
     cells: tuple[Cell, ...]
-    mixed: tuple[Mixed, ...]
-    """Each with the drafts as a chain and as a tree."""
+    trees: tuple[Mixed, ...]
+    """Drafts that are a tree; each is measured in turn with as long a chain."""
     repeats: int
 
 
@@ -181,10 +180,12 @@ def _cells(
     )
 
 
-def _mixed(dtypes: Sequence[str], contexts: Sequence[int]) -> tuple[Mixed, ...]:
+def _trees(
+    heads: Sequence[str], dtypes: Sequence[str], contexts: Sequence[int], rows: int
+) -> tuple[Mixed, ...]:
     return tuple(
-        Mixed(heads="gqa", dtype=dtype, context=context, rows=512, drafts=16, drafts_are_a_tree=is_tree)
-        for dtype, context, is_tree in itertools.product(dtypes, contexts, (False, True))
+        Mixed(heads=its, dtype=dtype, context=context, rows=rows, drafts=16, drafts_are_a_tree=True)
+        for its, dtype, context in itertools.product(heads, dtypes, contexts)
     )
 
 
@@ -193,7 +194,10 @@ FULL = Plan(
         *_cells(("gqa", "mha"), ("bf16", "fp32"), ((1, 4096), (8, 4096), (32, 1024), (32, 4096))),
         *_cells(("gqa7",), ("bf16",), ((1, 4096), (8, 4096))),
     ),
-    mixed=_mixed(("bf16", "fp32"), (0, 2048)),
+    trees=(
+        *_trees(("gqa",), ("bf16", "fp32"), (0, 2048), 512),
+        *_trees(("gqa", "mha"), ("bf16", "fp32"), (100, 500, 4000), 0),
+    ),
     repeats=9,
 )
 QUICK = Plan(
@@ -201,7 +205,7 @@ QUICK = Plan(
         *_cells(("gqa", "mha"), ("bf16",), ((1, 4096), (32, 4096))),
         *_cells(("gqa7",), ("bf16",), ((8, 4096),)),
     ),
-    mixed=_mixed(("bf16",), (0,)),
+    trees=(*_trees(("gqa",), ("bf16",), (0,), 512), *_trees(("gqa", "mha"), ("bf16",), (500,), 0)),
     repeats=5,
 )
 
@@ -312,23 +316,33 @@ def measure_cell(cell: Cell, backends: Mapping[str, AttentionBackend], repeats: 
     }
 
 
-def measure_mixed(mixed: Mixed, backend: AttentionBackend, repeats: int) -> dict[str, Any]:
-    """Seconds of a layer."""
-    layers = Layers(mixed)
-    seconds = _seconds(partial(layers.attend, backend), repeats)
-    return {"mixed": mixed, "layer_s": Spread(tuple(one / layers.num_layers for one in seconds.values))}
+def measure_tree(tree: Mixed, backend: AttentionBackend, repeats: int) -> dict[str, Any]:
+    """Seconds of a layer with drafts that are a tree and with a chain, in turn, and their ratio."""
+    ways = {
+        "chain_s": Layers(replace(tree, drafts_are_a_tree=False)),
+        "tree_s": Layers(tree),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, layers in ways.items():
+            (found,) = _seconds(partial(layers.attend, backend), 1).values
+            seconds[name].append(found / layers.num_layers)
+    ratios = tuple(tree_s / chain_s for chain_s, tree_s in zip(*seconds.values(), strict=True))
+    return {
+        "mixed": tree,
+        **{name: Spread(tuple(values)) for name, values in seconds.items()},
+        "tree_over_chain": Spread(ratios),
+    }
 
 
 def costs_of_trees(measured: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many times as long steps take with drafts that are a tree as with a chain, by the chunk there."""
-    costs = {}
-    for one in measured:
-        mixed = one["mixed"]
-        if mixed.drafts_are_a_tree:
-            chain = replace(mixed, drafts_are_a_tree=False)
-            (other,) = (its["layer_s"].median for its in measured if its["mixed"] == chain)
-            costs[f"{mixed.dtype}_chunk_at_{mixed.context}"] = one["layer_s"].median / other
-    return costs
+    """How many times as long steps take with drafts that are a tree as with a chain, by what they hold."""
+    return {_name_of(one["mixed"]): one["tree_over_chain"].median for one in measured}
+
+
+def _name_of(tree: Mixed) -> str:
+    beside = f"beside_{tree.rows}" if tree.rows else _ALONE
+    return f"{tree.heads}_{tree.dtype}_{beside}_at_{tree.context}"
 
 
 def rated(measured: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
@@ -357,7 +371,12 @@ def headlines_of(cells: Sequence[Mapping[str, Any]], costs_of_trees: Mapping[str
         / decode["layer_s"]["ours"].median,
         "cpu_attention_wide_group_verify_over_decode": wide_verify["layer_s"]["ours"].median
         / wide_decode["layer_s"]["ours"].median,
-        "cpu_attention_tree_over_chain_beside_chunk": max(costs_of_trees.values()),
+        **{
+            f"cpu_attention_tree_over_chain_{name}": max(
+                cost for tree, cost in costs_of_trees.items() if (_ALONE in tree) == is_alone
+            )
+            for name, is_alone in (("beside_chunk", False), (_ALONE, True))
+        },
         "cpu_attention_times_portable_median": statistics.median(
             one["times_faster_than_portable"] for one in cells
         ),
@@ -423,12 +442,15 @@ def main(
             measure_cell(cell, backends, plan.repeats)
             for cell in progress.track(plan.cells, description="attention")
         ]
-        mixed = [measure_mixed(one, backends["ours"], plan.repeats) for one in plan.mixed]
+        of_trees = [
+            measure_tree(one, backends["ours"], plan.repeats)
+            for one in progress.track(plan.trees, description="trees")
+        ]
         after = measure_machine(plan.repeats)
     speeds = {name: max(before[name], after[name]) for name in before}
     machine = machine_of(speeds)
     cells = [rated(one, machine) for one in measured]
-    trees = costs_of_trees(mixed)
+    trees = costs_of_trees(of_trees)
     headlines = headlines_of(cells, trees)
     write_results(
         json_file,
@@ -436,7 +458,7 @@ def main(
             "plan": plan,
             "machine": speeds,
             "cells": cells,
-            "mixed": mixed,
+            "trees": of_trees,
             "tree_over_chain": trees,
             "headlines": headlines,
         },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from benchmarks.cpu_attention import (
     costs_of_trees,
     headlines_of,
     kv_bytes_of,
+    measure_tree,
     rated,
 )
 from benchmarks.report import Spread
@@ -75,10 +78,11 @@ def test_headlines_are_of_the_largest_batch_of_grouped_queries() -> None:
             (cell_of(dtype="fp32", context=1000), 1.0),
         )
     ]
-    numbers = headlines_of(cells, {"early": 1.1, "late": 1.0})
+    numbers = headlines_of(cells, {"early": 1.1, "late": 1.0, "alone_at_5": 1.3, "alone_at_6": 1.2})
     assert numbers["cpu_attention_verify_over_decode"] == pytest.approx(2.0)
     assert numbers["cpu_attention_wide_group_verify_over_decode"] == pytest.approx(1.25)
     assert numbers["cpu_attention_tree_over_chain_beside_chunk"] == 1.1
+    assert numbers["cpu_attention_tree_over_chain_alone"] == 1.3
     assert numbers["cpu_attention_decode_gb_s_share"] == cells[1]["share_of_stream"]
     assert numbers["cpu_attention_verify_gflop_s_share"] == cells[2]["share_of_product"]
 
@@ -88,7 +92,8 @@ def test_the_plans_hold_what_headlines_want() -> None:
         assert {one.rows for one in plan.cells if (one.heads, one.dtype) == ("gqa", "bf16")} == {1, 2, 5}
         assert {one.rows for one in plan.cells if one.heads == "gqa7"} == {1, 2, 5}
         assert {one.heads for one in plan.cells} == {"gqa", "mha", "gqa7"}
-        assert {one.drafts_are_a_tree for one in plan.mixed} == {False, True}
+        assert all(one.drafts_are_a_tree for one in plan.trees)
+        assert {one.rows for one in plan.trees} == {0, 512}
 
 
 def test_heads_of_qwen_are_seven_to_one() -> None:
@@ -102,14 +107,28 @@ def test_a_tree_beside_a_chunk_is_compared_with_a_chain_there() -> None:
     assert (chunk.rows, chunk.parents) == (40, None)
     assert (drafts.rows, drafts.parents) == (7, (-1, 0, 0, 1, 1, 2, 2))
     assert mixed_of(drafts_are_a_tree=False).reads == [chunk, drafts._replace(parents=None)]
+    alone = replace(mixed_of(), rows=0)
+    assert alone.reads == [drafts]
     times = [
-        {"mixed": mixed_of(is_tree, context), "layer_s": Spread((seconds,))}
-        for is_tree, context, seconds in (
-            *((False, 100, 2.0), (True, 100, 3.0)),
-            *((False, 0, 1.0), (True, 0, 1.0)),
-        )
+        {"mixed": tree, "tree_over_chain": Spread(ratios)}
+        for tree, ratios in ((mixed_of(), (1.0, 1.5, 9.0)), (alone, (2.0,)))
     ]
-    assert costs_of_trees(times) == {"fp32_chunk_at_100": 1.5, "fp32_chunk_at_0": 1.0}
+    assert costs_of_trees(times) == {"gqa_fp32_beside_40_at_100": 1.5, "gqa_fp32_alone_at_100": 2.0}
+
+
+def test_a_tree_and_a_chain_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def attend(layers: Layers, _backend: object) -> None:
+        calls.append(layers._metadata.is_tree is not None)
+
+    monkeypatch.setattr(Layers, "attend", attend)
+    found = measure_tree(replace(mixed_of(), rows=0), SdpaAttention(), 3)
+    assert calls[::2] == calls[1::2] == [False, True] * 3, "each after one that is not counted"
+    for chain_s, tree_s, ratio in zip(
+        *(found[name].values for name in ("chain_s", "tree_s", "tree_over_chain")), strict=True
+    ):
+        assert ratio == pytest.approx(tree_s / chain_s)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +136,7 @@ def test_a_tree_beside_a_chunk_is_compared_with_a_chain_there() -> None:
     [
         *(cell_of(heads, "fp32", rows=rows) for heads in ("gqa", "mha", "gqa7") for rows in (1, 5)),
         *(mixed_of(is_tree) for is_tree in (False, True)),
+        replace(mixed_of(), rows=0),
     ],
     ids=str,
 )
