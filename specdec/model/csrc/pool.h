@@ -107,7 +107,13 @@ class Pool {
   }
 
  private:
-  static constexpr std::chrono::microseconds kPatience{100};
+  using Clock = std::chrono::steady_clock;
+
+  // How long a thread looks out for the next run, at least and at most. It looks out longer where it has just
+  // slept through a start that came soon: to be woken takes a round of a small model some twentieth of its
+  // time, behind a gap of Python. Behind longer gaps others want the core, and it sleeps sooner.
+  static constexpr std::chrono::microseconds kLeastPatience{100};
+  static constexpr std::chrono::microseconds kMostPatience{400};
 
   void start_threads(int count) {
     for (; num_threads_ < count; ++num_threads_) std::thread(&Pool::serve, this, num_threads_ + 1).detach();
@@ -121,8 +127,9 @@ class Pool {
 
   void serve(int thread) {
     uint32_t seen = 0;
+    Clock::duration patience = kLeastPatience;
     while (true) {
-      await(seen);
+      await(seen, patience);
       seen = ticket_.load();
       num_busy_.fetch_add(1);  // before looking at the job: see withdraw
       if (Phased* program = job_.load()) program->work(thread);
@@ -131,10 +138,10 @@ class Pool {
   }
 
   // Looks out for a while, since forwards follow each other closely, leaving the core to whoever else wants
-  // it; then sleeps.
-  void await(uint32_t seen) const {
-    const auto start = std::chrono::steady_clock::now();
-    while (std::chrono::steady_clock::now() - start < kPatience) {
+  // it; then sleeps, and learns from how long that was.
+  void await(uint32_t seen, Clock::duration& patience) const {
+    const auto start = Clock::now();
+    while (Clock::now() - start < patience) {
       for (int i = 0; i < 32; ++i) {
         if (ticket_.load(std::memory_order_acquire) != seen) return;
         relax();
@@ -142,6 +149,7 @@ class Pool {
       sched_yield();
     }
     ticket_.wait(seen, std::memory_order_acquire);
+    patience = Clock::now() - start <= kMostPatience ? kMostPatience : kLeastPatience;
   }
 
   std::mutex mutex_;
