@@ -22,6 +22,9 @@ from specdec.transport.messages import DoorReport, DoorTotals
 
 _MOST_WAITS = 5
 """So often a new keeper tells what it was told last, while somebody has not reported to it yet."""
+_MOST_GONE = 32
+"""Doors that are gone, of which what they counted is kept apart: one that was only thought to be may be heard
+again."""
 _KEY = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*(\{.*\})?")
 
 
@@ -52,11 +55,11 @@ class SharedMetrics:
         self._doors: tuple[PeerId, ...] = (me,)
         self._has_seen_doors = False
         self._reports: dict[PeerId, DoorReport] = {}
-        """The last of each door, also of those that are gone: a few kilobytes each."""
+        """The last of each door, also of some that are gone: a few kilobytes each."""
         self._told: DoorTotals | None = None
         self._told_by: PeerId | None = None
         self._carried: dict[str, float] = {}
-        """Counted by those whom only former keepers have heard."""
+        """Counted by those whom only former keepers have heard, and by those that have been gone for long."""
         self._num_waits = 0
 
     @property
@@ -135,6 +138,7 @@ class SharedMetrics:
                 however often somebody asks meanwhile.
         """
         self._reports[self._me] = own
+        self._fold_gone()
         totals = self._sum(of_groups)
         if self._num_waits:
             self._num_waits -= is_regular
@@ -149,6 +153,12 @@ class SharedMetrics:
             totals = DoorTotals(_not_below(totals.counters, self._told.counters), totals.gauges)
         self._told, self._told_by = totals, self._me
         return totals
+
+    def _fold_gone(self) -> None:
+        """Keep of those that have been gone for longest their sum alone."""
+        gone = [door for door in self._reports if door not in self._doors]
+        for door in gone[: max(0, len(gone) - _MOST_GONE)]:
+            _add(self._carried, self._reports.pop(door).counters)
 
     def _sum(self, of_groups: Mapping[str, float]) -> DoorTotals:
         counters = {name: value for name, value in of_groups.items() if is_counter(name)}

@@ -4,17 +4,19 @@ One key per line:
 
     NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N] [min_priority=P]
 
-A line may also be the 64 hexadecimal digits alone, or, with a warning, a key as it is. Empty lines, and lines
-that start with #, are skipped. No message of this module shows what a line says: where a digest is expected,
-somebody may have put a key.
+A line may also be the 64 hexadecimal digits alone, or, with a warning, a key of 16 characters or more as it
+is. Empty lines, and lines that start with #, are skipped. No message of this module shows what a line says:
+where a digest is expected, somebody may have put a key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.openai.file_stamp import FileStamp, stamp_of
@@ -24,12 +26,16 @@ from specdec.scheduling.admission import MAX_PRIORITY
 
 KEY_PREFIX = "dh-"
 _NUM_RANDOM_BYTES = 32
+_MIN_BARE_LENGTH = 16
+"""A shorter word alone is no key: it would be guessed, or is the name of a line that was broken in two."""
 _FOLLOW_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
 _LIMIT = re.compile(r"(max_concurrency|tokens_per_minute)=([1-9][0-9]{0,11})|(min_priority)=(-?[0-9]{1,4})")
 _LIKE_A_DIGEST = re.compile(r"(?:sha256:.*)|[0-9a-fA-F]{32,}", re.DOTALL)
 """A word like this was meant to be one: it is not taken for a key."""
+_LIKE_A_LIMIT = re.compile(r"(?:max_concurrency|tokens_per_minute|min_priority)=")
+_BEGINS_WITH_DIGEST = re.compile(r"\s*sha256:[0-9a-fA-F]{64}(?!\S)")
 _FORM = "`NAME sha256:HEX [max_concurrency=N] [tokens_per_minute=N] [min_priority=P]`"
 _HOW = (
     "the file holds keys as their SHA-256: `drafthouse keys new NAME` makes a key and its line, "
@@ -73,39 +79,104 @@ def line_of(key: ApiKey) -> str:
     return " ".join((key.name, f"sha256:{key.digest.hex()}", *given))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line that holds a key."""
+
+    number: int
+    key: ApiKey
+    is_bare: bool
+    """It is the key as it is."""
+
+
 def read_api_keys(file: str | Path) -> tuple[ApiKey, ...]:
     """Return the keys of a file.
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or has lines that are wrong: names file and lines.
     """
+    lines = _lines_of(file, "http.api_keys_file")
+    for line in lines:
+        if line.is_bare:
+            logger.warning("http.api_keys_file: %s:%d holds a key as it is; %s", file, line.number, _HOW)
+    if not lines:
+        raise ConfigError(f"http.api_keys_file: {file} holds no key; {_HOW}")
+    return tuple(line.key for line in lines)
+
+
+def add_api_key(file: Path, key: ApiKey) -> None:
+    """Add a key's line to a file, which is made for its owner alone where there is none.
+
+    Raises:
+        ConfigError: the file cannot be written, has lines that are wrong, or a key of that name; nothing is
+            written. The text is that of an option, `--file`.
+    """
     try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        if file.exists():
+            if not file.is_file():
+                raise ConfigError(f"--file: {file} is not a file")
+            if any(line.key.name == key.name for line in _lines_of(file, "--file")):
+                raise ConfigError(
+                    f"--file: {file} has a key named {key.name}: give another name, or delete its line first"
+                )
+        with open(file, "ab+", opener=_for_its_owner) as out:
+            out.seek(max(0, out.tell() - 1))
+            is_line_open = out.read() not in (b"", b"\n")
+            out.write((b"\n" if is_line_open else b"") + f"{line_of(key)}\n".encode())
     except OSError as error:
-        raise _UnreadableFile(f"http.api_keys_file: {file} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--file: {file} cannot be written: {error.strerror}") from None
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _lines_of(file: str | Path, what: str) -> list[_Line]:
+    """Return the lines that hold keys. `what` names the file in messages: a field, or an option."""
+    try:
+        texts = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise _UnreadableFile(f"{what}: {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"http.api_keys_file: {file} cannot be read: not UTF-8 text") from None
-    keys: list[ApiKey] = []
+        raise ConfigError(f"{what}: {file} cannot be read: not UTF-8 text") from None
+    lines: list[_Line] = []
     problems = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
+    for number, text in enumerate(texts, 1):
+        if not text.strip() or text.lstrip().startswith("#"):
             continue
         try:
-            if _is_bare(line):
-                logger.warning("http.api_keys_file: %s:%d holds a key as it is; %s", file, number, _HOW)
-            keys.append(_distinct(_parsed(line), keys))
+            if _is_bare(text):
+                _require_key(text.strip(), "".join(texts[number : number + 1]))
+            line = _Line(number=number, key=_parsed(text), is_bare=_is_bare(text))
+            _require_distinct(line, lines)
+            lines.append(line)
         except ConfigError as error:
-            problems.append(f"http.api_keys_file: {file}:{number}: {error}")
+            problems.append(f"{what}: {file}:{number}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    if not keys:
-        raise ConfigError(f"http.api_keys_file: {file} holds no key; {_HOW}")
-    return tuple(keys)
+    return lines
 
 
 def _is_bare(line: str) -> bool:
     words = line.split()
     return len(words) == 1 and not _LIKE_A_DIGEST.fullmatch(words[0])
+
+
+def _require_key(word: str, following: str) -> None:
+    """Refuse a word alone that is a part of a line: an editor may have broken it in two, and whoever guessed
+    the word would be let in.
+
+    `following` is the line after it.
+    """
+    if _LIKE_A_LIMIT.match(word):
+        raise ConfigError(f"is a limit alone: it stands in the line of its key, {_FORM}")
+    if len(word) < _MIN_BARE_LENGTH:
+        raise ConfigError(
+            f"is a word of fewer than {_MIN_BARE_LENGTH} characters, too short for a key: a name and its "
+            f"digest are one line, {_FORM}; {_HOW}"
+        )
+    if _NAME.fullmatch(word) and _BEGINS_WITH_DIGEST.match(following):
+        raise ConfigError(f"is a word alone before a line with a digest alone: they are one line, {_FORM}")
 
 
 def _parsed(line: str) -> ApiKey:
@@ -141,13 +212,18 @@ def _parsed(line: str) -> ApiKey:
     )
 
 
-def _distinct(key: ApiKey, before: list[ApiKey]) -> ApiKey:
+def _require_distinct(line: _Line, before: list[_Line]) -> None:
     for other in before:
-        if other.digest == key.digest:
-            raise ConfigError(f"has the digest of another line (the key named {other.name})")
-        if other.name == key.name:
-            raise ConfigError(f"has the name of another line ({key.name})")
-    return key
+        if other.key.digest == line.key.digest:
+            if other.is_bare != line.is_bare:
+                bare, hashed = (line, other) if line.is_bare else (other, line)
+                number = bare.number
+                raise ConfigError(
+                    f"line {number} is the key of line {hashed.number} as it is: delete line {number}"
+                )
+            raise ConfigError(f"has the digest of another line (the key named {other.key.name})")
+        if other.key.name == line.key.name:
+            raise ConfigError(f"has the name of another line ({line.key.name})")
 
 
 class ApiKeysFile:

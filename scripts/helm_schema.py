@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.alias_generators import to_camel
+from ray.serve.config import AutoscalingPolicy
+from ray.serve.schema import DeploymentSchema
 
 from deploy.config import DrafthouseConfig
 from deploy.proxies import ProxyKind
@@ -33,6 +35,23 @@ DECIDED_BY_THE_CHART = {
     "ChannelConfig": ("bind",),
 }
 """Keys of `config` that follow from other values: giving them there too could only contradict."""
+
+
+def keys_of_ray(block: type[BaseModel]) -> dict[str, Any]:
+    """Return the keys of a block of Ray's, and of the blocks in it.
+
+    Ray ignores keys that it does not know. Values are left to it: of these it says what is wrong.
+    """
+    keys: dict[str, Any] = {}
+    for name, field in block.model_fields.items():
+        kinds = get_args(field.annotation) if get_origin(field.annotation) is Union else (field.annotation,)
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        keys[name] = keys_of_ray(inner[0]) if inner else {}
+    return {"properties": keys, "additionalProperties": False}
+
+
+Deployment = Annotated[dict[str, Any], WithJsonSchema({"type": "object", **keys_of_ray(DeploymentSchema)})]
+Policy = Annotated[dict[str, Any], WithJsonSchema({"type": "object", **keys_of_ray(AutoscalingPolicy)})]
 
 
 class Block(BaseModel):
@@ -152,8 +171,8 @@ class Autoscaling(Block):
 
 
 class Serve(Block):
-    deployments: list[Kubernetes] = []
-    autoscaling_policy: Kubernetes = {}
+    deployments: list[Deployment] = []
+    autoscaling_policy: Policy = {}
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     host: Literal["0.0.0.0", "::"] = "0.0.0.0"
 

@@ -56,7 +56,8 @@ def pool_stats(demands: Iterable[DraftDemand]) -> dict[str, float]:
 
     What a worker does for one coordinator and for another adds up; a batch for both counts for each. Those
     of which nothing is known say how many requests they have, and no shares: without any others there are
-    none.
+    none. Who would be slower with drafts drafts nothing, and loses nothing: that weighs as a worth of 1, so
+    that the pool is worth nothing only where it is so for all.
     """
     demands = list(demands)
     stats = {"num_requests": sum(one.num_requests for one in demands)}
@@ -67,8 +68,9 @@ def pool_stats(demands: Iterable[DraftDemand]) -> dict[str, float]:
         stats["utilization"] = min(1.0, sum(one.utilization for one in serving))
         for name in ("wait_share", "drafting_share"):
             stats[name] = _mean((getattr(one, name), one.num_requests) for one in serving)
-    for name in ("hidden_share", "worth"):
-        known = [(value, one.num_requests) for one in demands if (value := getattr(one, name)) is not None]
+    hidden = [(one.hidden_share, one.num_requests) for one in demands if one.hidden_share is not None]
+    worth = [(max(1.0, one.worth), one.num_requests) for one in demands if one.worth is not None]
+    for name, known in (("hidden_share", hidden), ("worth", worth)):
         if any(weight for _, weight in known):
             stats[name] = _mean(known)
     return stats

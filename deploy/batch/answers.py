@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -17,6 +18,8 @@ _MISHAPS = frozenset({COORDINATOR_LOST, GRAMMAR_NOT_COMPILED, "request_lost", "r
 """Codes of failures (500) of which nothing is known to lie in the request."""
 _WHO_ASKS = ("auth", "key", "permission", "origin", "country")
 """Parts of codes and types, among servers with OpenAI's API, of refusals (403) that mind no text."""
+_WITHOUT_ROUTE = re.compile(rb"Path '.*' not found\b")
+"""Begins Serve's own 404, of its proxy as of HAProxy; those of other servers begin otherwise."""
 
 
 def is_json(response: httpx.Response, kind: type = object) -> bool:
@@ -40,6 +43,12 @@ def is_its_own(response: httpx.Response) -> bool:
     except ValueError:
         return False
     return isinstance(body, dict) and "error" in body
+
+
+def is_without_route(response: httpx.Response) -> bool:
+    """Whether Ray Serve is there, and has no route yet to what is to answer: it starts, or starts again."""
+    is_missing = response.status_code == httpx.codes.NOT_FOUND
+    return is_missing and _WITHOUT_ROUTE.match(response.content) is not None
 
 
 def is_mishap(response: httpx.Response) -> bool:

@@ -20,7 +20,7 @@ from deploy.batch.lines import num_lines, read_lines
 from deploy.batch.results import BatchResult, ResultsFile
 from deploy.batch.runner import BatchOptions, BatchRunner
 from deploy.cli.border import EXIT_FAILED
-from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
+from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url, not_reached
 from deploy.cli.progress import as_typed, shown
 from deploy.config import HttpConfig, ServedModel
 from deploy.door_settings import door_settings
@@ -44,6 +44,7 @@ class BatchCommand:
     http: HttpConfig
     """Of `engine`: names and limits as a server with this configuration has them."""
     api_key: str | None
+    is_any_certificate_taken: bool
     options: BatchOptions
     timeout_s: float
     """Longest time for one request."""
@@ -124,6 +125,7 @@ async def _runner(
         headers=authorization(command.api_key),
         timeout=httpx.Timeout(_CONNECT_S, read=command.timeout_s, pool=None),
         limits=httpx.Limits(max_connections=command.options.concurrency),
+        verify=not command.is_any_certificate_taken,
         mounts=direct_mounts(url),
     ) as client:
         await _check(client, url)
@@ -136,15 +138,16 @@ async def _check(client: httpx.AsyncClient, url: str) -> None:
     It may be one that is being restarted (404 and 5xx of Ray's proxy): that is waited for, as later on.
 
     Raises:
-        UserError: nobody answers, something else does, or the key is not right.
+        UserError: nobody answers, something else does, or its certificate or the key is not right.
     """
     try:
         response = await client.get("/v1/models", timeout=_CONNECT_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise UserError(
-            f"nothing answers at {url} ({str(error) or type(error).__name__}): start a server with "
-            "`drafthouse serve`, give the --url of one that runs, or --config FILE to run the engine here"
-        ) from None
+        advice = (
+            "start a server with `drafthouse serve`, give the --url of one that runs, or --config FILE to "
+            "run the engine here"
+        )
+        raise not_reached(url, error, advice) from None
     if response.status_code == 401 or (response.status_code == 403 and is_json(response)):
         raise UserError(f"{url} does not accept the API key: give --api-key, or set {API_KEY_VARIABLE}")
     why = obstacle(response)

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from deploy.batch.answers import is_passing, is_without_route
 from deploy.cli.border import EXIT_FAILED
-from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
+from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url, not_reached
 from deploy.cli.output_file import check_output
 from deploy.load.arrivals import Arrival, Length
 from deploy.load.client import load_client
@@ -28,7 +29,7 @@ from deploy.load.generator import LoadGenerator, Timeline
 from deploy.load.plot import check_plot, draw
 from deploy.load.report import PERCENTILES, Latency, LoadReport, csv_of, report_of
 from deploy.load.workload import PATHS, Endpoint, Workload
-from specdec.core.errors import ConfigError, UserError
+from specdec.core.errors import ConfigError, NotReadyError, UserError
 
 _CONNECT_S = 10.0
 _PIPE_WIDTH = 120
@@ -66,6 +67,7 @@ class OnlineOptions:
 
     url: str
     api_key: str | None
+    is_any_certificate_taken: bool
     endpoint: Endpoint
     model: str | None
     """None: the first of /v1/models."""
@@ -104,6 +106,7 @@ def run_online(options: OnlineOptions) -> None:
 
     Raises:
         UserError: something that was given is wrong; nothing has been measured.
+        NotReadyError: the server has no model yet; nothing has been measured.
         typer.Exit: with code 1, when no request was complete.
     """
     options.outputs.check()
@@ -137,8 +140,14 @@ def _report(options: OnlineOptions, ended: list[Timeline]) -> LoadReport:
 
 async def _measure(options: OnlineOptions, console: Console, on_end: Callable[[Timeline], None]) -> None:
     url = base_url(options.url)
-    headers = authorization(options.api_key)
-    async with load_client(url, headers=headers, connect_s=_CONNECT_S, read_s=options.timeout_s) as client:
+    client = load_client(
+        url,
+        headers=authorization(options.api_key),
+        connect_s=_CONNECT_S,
+        read_s=options.timeout_s,
+        is_any_certificate_taken=options.is_any_certificate_taken,
+    )
+    async with client:
         workload = Workload(
             endpoint=options.endpoint,
             model=await _model(client, url, options.model),
@@ -162,20 +171,30 @@ async def _measure(options: OnlineOptions, console: Console, on_end: Callable[[T
 
 
 async def _model(client: httpx.AsyncClient, url: str, given: str | None) -> str:
-    """Find out who is there, and which model to ask for."""
+    """Find out who is there, and which model to ask for.
+
+    Raises:
+        UserError: nobody answers, its certificate is not trusted, the key is not right, or it has no list.
+        NotReadyError: it has nothing to list yet.
+    """
     try:
         response = await client.get("/v1/models", timeout=_CONNECT_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise UserError(f"nothing answers at {url} ({reason}): give the URL of a server that runs") from None
-    if response.status_code in (401, 403):
+        raise not_reached(url, error, "give the URL of a server that runs") from None
+    status = response.status_code
+    if status in (401, 403):
         raise UserError(f"{url} does not accept the API key: give --api-key, or set {API_KEY_VARIABLE}")
     if given is not None:
         return given
+    if is_without_route(response) or (status != httpx.codes.NOT_FOUND and is_passing(response)):
+        raise NotReadyError(f"{url} is not ready yet (status {status}): try again a while later")
     try:
-        return str(response.json()["data"][0]["id"])
+        models = response.json()["data"]
+        if models == []:
+            raise NotReadyError(f"{url} is not ready yet: no model is loaded; try again a while later")
+        return str(models[0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{url}/v1/models names no model: give --model") from None
+        raise UserError(f"{url}/v1/models names no model (status {status}): give --model") from None
 
 
 def _summary(report: LoadReport) -> str:

@@ -7,6 +7,8 @@ import httpx
 from specdec.core.errors import UserError
 
 API_KEY_VARIABLE = "DRAFTHOUSE_API_KEY"
+_NOT_TRUSTED = "CERTIFICATE_VERIFY_FAILED"
+"""In the errors of all clients: what OpenSSL says."""
 
 
 def base_url(typed: str) -> str:
@@ -40,3 +42,15 @@ def authorization(api_key: str | None) -> dict[str, str]:
             "in it: give it as `drafthouse keys new` has printed it"
         )
     return {"Authorization": f"Bearer {key}"}
+
+
+def not_reached(url: str, error: Exception, advice: str) -> UserError:
+    """Return why nobody could be asked at `url`; `advice` is for where nothing answers."""
+    reason = str(error) or type(error).__name__
+    if _NOT_TRUSTED in reason:
+        return UserError(
+            f"the certificate of {url} cannot be verified, so it is not trusted ({reason}): name the "
+            "authority that signed it (SSL_CERT_FILE=ca.pem), or give --insecure where you know who answers "
+            "there"
+        )
+    return UserError(f"nothing answers at {url} ({reason}): {advice}")

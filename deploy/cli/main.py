@@ -59,6 +59,9 @@ ModelOption = Annotated[
 ]
 DraftOption = Annotated[Path | None, typer.Option("--draft", help="Draft model folder, beside --model.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="Configuration file.")]
+InsecureOption = Annotated[
+    bool, typer.Option("--insecure", help="Take a certificate that cannot be verified, as at a port-forward.")
+]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None,
     typer.Option("--dtype", help="Numbers that the models run in, instead of the configuration's."),
@@ -130,10 +133,7 @@ def status(
         str | None,
         typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys (http.api_keys_file)."),
     ] = None,
-    insecure: Annotated[
-        bool,
-        typer.Option("--insecure", help="Take a certificate that cannot be verified, as at a port-forward."),
-    ] = False,
+    insecure: InsecureOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what a running server is doing, and why.
@@ -251,6 +251,7 @@ def batch(
     api_key: Annotated[
         str | None, typer.Option(envvar="DRAFTHOUSE_API_KEY", help="Where the server has keys.")
     ] = None,
+    insecure: InsecureOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Answer a file of requests, on a server or in this process.
@@ -277,6 +278,8 @@ def batch(
     is_here = config is not None or model is not None
     if is_here and url is not None:
         raise ConfigError("give either --url, or --config or --model, not both")
+    if is_here and insecure:
+        raise ConfigError("--insecure is for a server: leave it out, or --config and --model")
     here = {"--draft": draft, "--dtype": dtype, "--num-speculative-tokens": num_speculative_tokens}
     given = [option for option, value in here.items() if value is not None]
     if given and not is_here:
@@ -296,6 +299,7 @@ def batch(
             engine=engine,
             http=HttpConfig() if config is None else load_config(config).http,
             api_key=api_key,
+            is_any_certificate_taken=insecure,
             options=BatchOptions(concurrency=concurrency, patience_s=patience),
             timeout_s=timeout,
             are_failures_retried=retry_failed,
@@ -323,23 +327,28 @@ def new(
             min=-1000, max=1000, help="Most urgent `priority` (smallest number) that its requests may have."
         ),
     ] = 0,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Add the line to this file, and print the key alone.")
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Make an API key: print it, once, and the line of http.api_keys_file that lets a server accept it.
+    """Make an API key, shown this once, and the line of http.api_keys_file that lets a server accept it.
 
-    The line holds the key's SHA-256, not the key. Servers that run read the file again when it changes.
+    The line holds the key's SHA-256, not the key, which has no place in the file. With --file the line is
+    added to that file, made for you alone (0600) where there is none; without, it is printed after the key.
+    Servers that run read the file again when it changes.
 
     Examples:
 
-        drafthouse keys new alice
+        drafthouse keys new alice --file keys.txt
 
-        drafthouse keys new batch-jobs --max-concurrency 16 --tokens-per-minute 200000 --min-priority 10
+        drafthouse keys new jobs --file keys.txt --max-concurrency 16 --tokens-per-minute 200000
 
-        drafthouse keys new bob | tee >(tail -n 1 >> keys)
+        drafthouse keys new bob --min-priority 10
     """
     from deploy.cli.keys import print_new_key
 
-    print_new_key(name, max_concurrency, tokens_per_minute, min_priority)
+    print_new_key(name, max_concurrency, tokens_per_minute, min_priority, file)
 
 
 @bench_app.command()
@@ -453,6 +462,7 @@ def online(
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw a picture there: .svg, .png or .pdf.")
     ] = None,
+    insecure: InsecureOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Load an endpoint with streams, and measure what its clients see.
@@ -497,6 +507,7 @@ def online(
         OnlineOptions(
             url=url,
             api_key=api_key,
+            is_any_certificate_taken=insecure,
             endpoint=endpoint,
             model=model,
             arrivals=arrivals,
@@ -527,6 +538,7 @@ def online(
                 "seed": seed,
                 "slo": slo,
                 "timeout": timeout,
+                "insecure": insecure,
             },
         )
     )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url
+from deploy.batch.answers import is_without_route
+from deploy.cli.border import report_failure
+from deploy.cli.endpoint import API_KEY_VARIABLE, authorization, base_url, not_reached
 from deploy.cli.status_view import view_of
 from deploy.loopback import direct_mounts
 from deploy.status import OBJECT, STATUS_PATH, Status
@@ -21,7 +24,6 @@ from specdec.core.errors import UNDECODABLE, DrafthouseError, UserError
 
 _TIMEOUT_S = 10.0
 _PIPE_WIDTH = 120
-_NOT_VERIFIED = "CERTIFICATE_VERIFY_FAILED"
 
 
 class StatusUnavailable(DrafthouseError):
@@ -57,9 +59,7 @@ def show_status(options: StatusOptions) -> None:
         if options.interval_s is None:
             _print(fetch(client, url), url, as_json=options.as_json)
         elif options.as_json:
-            while True:
-                _print(fetch(client, url), url, as_json=True)
-                time.sleep(options.interval_s)
+            _watch_json(client, url, options.interval_s)
         else:
             _watch(client, url, options.interval_s)
 
@@ -77,17 +77,12 @@ def fetch(client: httpx.Client, url: str) -> Status:
     except httpx.TimeoutException as error:
         raise StatusUnavailable(f"{url} did not answer within {_TIMEOUT_S:g} s") from error
     except httpx.TransportError as error:
-        if _NOT_VERIFIED in str(error):
-            raise UserError(
-                f"the certificate of {url} cannot be verified ({error}): give --insecure where you know who "
-                "answers there"
-            ) from error
-        raise UserError(
-            f"nothing answers at {url} ({error}): start a server with `drafthouse serve`, or give the URL of "
-            "one that runs"
-        ) from error
+        advice = "start a server with `drafthouse serve`, or give the URL of one that runs"
+        raise not_reached(url, error, advice) from error
     if response.status_code == 401:
         raise UserError(_wrong_key(url, is_given="Authorization" in client.headers))
+    if is_without_route(response):
+        raise StatusUnavailable(f"{url} is not ready yet: Ray Serve has no route to it so far (status 404)")
     if response.status_code >= 500:
         raise StatusUnavailable(f"{url} cannot say now what it is doing (status {response.status_code})")
     return _decoded(response, url)
@@ -121,15 +116,44 @@ def _print(status: Status, url: str, *, as_json: bool) -> None:
     Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False).print(view_of(status, url))
 
 
+def _looks(client: httpx.Client, url: str, interval_s: float) -> Iterator[Status | DrafthouseError]:
+    """Look again and again, and yield what is seen, or why nothing is.
+
+    A server that cannot answer now is waited for, and, once it has been there, one that is away.
+
+    Raises:
+        UserError: at the first look, as `fetch`.
+    """
+    borne: type[DrafthouseError] = StatusUnavailable
+    while True:
+        try:
+            look: Status | DrafthouseError = fetch(client, url)
+        except borne as error:
+            look = error
+        yield look
+        borne = DrafthouseError
+        time.sleep(interval_s)
+
+
 def _watch(client: httpx.Client, url: str, interval_s: float) -> None:
-    """Show the status in place. A server that is away for a while is waited for, once it has been there."""
-    view = view_of(fetch(client, url), url)
-    with Live(view, console=Console(highlight=False), auto_refresh=False) as live:
-        while True:
-            time.sleep(interval_s)
-            try:
-                view = view_of(fetch(client, url), url)
-            except DrafthouseError as error:
-                live.update(Text(f"{time.strftime('%H:%M:%S')} {error}", style="red"), refresh=True)
-            else:
-                live.update(view, refresh=True)
+    """Show the status in place."""
+    looks = _looks(client, url, interval_s)
+    first = _view(next(looks), url)
+    with Live(first, console=Console(highlight=False), auto_refresh=False) as live:
+        for look in looks:
+            live.update(_view(look, url), refresh=True)
+
+
+def _view(look: Status | DrafthouseError, url: str) -> RenderableType:
+    if isinstance(look, DrafthouseError):
+        return Text(f"{time.strftime('%H:%M:%S')} {look}", style="red")
+    return view_of(look, url)
+
+
+def _watch_json(client: httpx.Client, url: str, interval_s: float) -> None:
+    """Print a line for every status, and on standard error why there is none."""
+    for look in _looks(client, url, interval_s):
+        if isinstance(look, DrafthouseError):
+            report_failure(str(look), look)
+        else:
+            _print(look, url, as_json=True)

@@ -17,7 +17,12 @@ just being closed has a failure that is nobody's fault."""
 
 
 def load_client(
-    url: str, *, headers: Mapping[str, str] | None = None, connect_s: float, read_s: float
+    url: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    connect_s: float,
+    read_s: float,
+    is_any_certificate_taken: bool = False,
 ) -> httpx.AsyncClient:
     """Return a client of `url` with as many connections as there are requests.
 
@@ -27,7 +32,8 @@ def load_client(
     """
 
     def session() -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=httpx.create_ssl_context())
+        trust = httpx.create_ssl_context(verify=not is_any_certificate_taken)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S, ssl=trust)
         # With `trust_env` it would look in the environment, and in a thread in .netrc, for every request.
         return aiohttp.ClientSession(
             connector=connector, proxy=proxy_of(url), cookie_jar=aiohttp.DummyCookieJar()

@@ -78,7 +78,7 @@ class Scope:
         return self._together(self._selector(PREFIX + name, where, exported), exported, by)
 
     def mean_gauge(self, name: str) -> str:
-        """Return the value of a gauge that engines add up, of several models the mean: of a share of time."""
+        """Return the value of a gauge, of several models the mean: of a share of time, or what is a ratio."""
         exported = _checked(name, "gauge")
         selector = self._selector(PREFIX + name, "", exported)
         return self._together(selector, exported._replace(combination="mean"), ())

@@ -166,29 +166,33 @@ class HuggingFaceTokenizer:
         if not self._tokenizer.chat_template:
             raise InputError("this model has no chat template; use /v1/completions", param="messages")
         variables = {} if variables is None else variables
-        self._check_variables(variables)
-        size = sum(
+        size = self._size_of_variables(variables) * len(messages)  # a template may repeat them
+        size += sum(
             _MESSAGE_CHARACTERS + sum(len(message.get(field) or "") for field in _TEXT_FIELDS)
             for message in messages
         )
         has_calls = any("tool_calls" in message for message in messages)
-        size += len(str(variables)) * len(messages) if variables else 0  # a template may repeat them
         if size <= INLINE_CHARACTERS and tools is None and not has_calls:
             return self._encode_chat(messages, add_generation_prompt, None, variables)
         size += len(str(tools)) if tools is not None else 0
         size += sum(len(str(message.get("tool_calls", ""))) for message in messages) if has_calls else 0
         return await self._in_turn(size, self._encode_chat, messages, add_generation_prompt, tools, variables)
 
-    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+    def _size_of_variables(self, variables: Mapping[str, Any]) -> int:
+        """Return how many characters they are, if clients may set them."""
+        if not variables:
+            return 0
         taken = next((name for name in variables if name in self._taken_variables), None)
         if taken is not None:
             raise InputError(f"{_VARIABLES}: {taken!r} is not for clients to set", param=_VARIABLES)
-        if len(str(variables)) > MAX_VARIABLES_CHARACTERS:
+        size = len(str(variables))
+        if size > MAX_VARIABLES_CHARACTERS:
             raise InputError(
                 f"{_VARIABLES} takes at most {MAX_VARIABLES_CHARACTERS} characters: it is for switches of "
                 "templates, not for texts",
                 param=_VARIABLES,
             )
+        return size
 
     async def _in_turn(self, size: int, work: Callable[..., T], *arguments: object) -> T:
         if self._num_waiting and self._num_waiting + size > MAX_WAITING_CHARACTERS:

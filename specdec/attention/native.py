@@ -20,9 +20,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -45,6 +47,10 @@ _FLAGS = (
     "-pthread",
 )
 _BUILD_TIMEOUT_S = 300.0
+_LOCK_TIMEOUT_S = 2.0 * _BUILD_TIMEOUT_S
+"""Nobody builds for longer; who holds the lock then has been stopped, or is another one who begins anew."""
+_LOCK_LOOK_S = 0.1
+_TOLD_AFTER_S = 10.0
 _NOT_EXECUTABLE = "failed to map segment"
 """What the loader says of a library on a file system that is mounted so (noexec)."""
 
@@ -243,6 +249,31 @@ def _is_intact(library: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """Keep others from building the same meanwhile. What is built appears as a whole in any case: it is only
+    to be built once, so that a lock that cannot be had is not waited for without end.
+    """
     with open(path, "w", encoding="ascii") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _take_lock(lock)
         yield
+
+
+def _take_lock(lock: IO[str]) -> None:
+    started_s = time.monotonic()
+    is_told = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited_s = time.monotonic() - started_s
+        except OSError as error:  # a file system without locks
+            logger.info("building without a lock: %s: %s", lock.name, error.strerror)
+            return
+        else:
+            return
+        if waited_s >= _LOCK_TIMEOUT_S:
+            logger.warning("%s has been locked for %.0f s: building without it", lock.name, waited_s)
+            return
+        if waited_s >= _TOLD_AFTER_S and not is_told:
+            logger.info("another process builds the same, and is waited for: %s", lock.name)
+            is_told = True
+        time.sleep(_LOCK_LOOK_S)

@@ -193,7 +193,7 @@ class SpeculativeConfig(StrictConfig):
     device: Device = "auto"
     """Where the draft model runs; auto: cuda when a GPU is visible, else cpu."""
     attention_backend: AttentionName = "auto"
-    """Attention of the draft model, as in `target.attention_backend`."""
+    """Attention of the draft model, or of heads with K/V of their own, as in `target.attention_backend`."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of the draft model's process; None: in a worker, as many as its affinity and its
     container's CPU quota let run, shared by its ranks; in one process, PyTorch's default."""

@@ -338,8 +338,6 @@ def _check_models(config: SpeculativeConfig) -> None:
             "trust_remote_code is about the code of a draft model, target.trust_remote_code about the "
             f"target's; method {config.method} has no draft model: {remedy}"
         )
-    if config.method != "draft_model" and config.attention_backend != "auto":
-        raise ValueError(f"method {config.method} runs no model: leave out attention_backend")
     if config.method not in ("draft_model", "quantized") and config.quantization is not None:
         raise ValueError(f"method {config.method} has no weights to quantize: leave out quantization")
     if config.quantization is not None and config.draft_tensor_parallel_size > 1:
@@ -352,6 +350,21 @@ def _check_models(config: SpeculativeConfig) -> None:
             f"prompt_lookup_min ({config.prompt_lookup_min}) must not exceed "
             f"prompt_lookup_max ({config.prompt_lookup_max})"
         )
+
+
+def _check_attention(config: SpeculativeConfig) -> None:
+    if config.attention_backend == "auto" or config.keeps_kv:
+        return
+    if config.is_self_drafting:
+        raise ValueError(
+            f"attention_backend: method {config.method} drafts with the target's attention: leave it out, or "
+            "write target.attention_backend"
+        )
+    remedy = "write it with those of `drafters`" if config.method == "several" else "leave it out"
+    raise ValueError(
+        f"attention_backend: {config.attention_backend} is about draft_model and heads with K/V of their own "
+        f"(eagle, eagle3, mtp, parallel_heads, hydra); method {config.method} has none: {remedy}"
+    )
 
 
 CHECKS: Final[tuple[Callable[[SpeculativeConfig], None], ...]] = (
@@ -368,5 +381,6 @@ CHECKS: Final[tuple[Callable[[SpeculativeConfig], None], ...]] = (
     _check_heads,
     _check_draft_top_k,
     _check_models,
+    _check_attention,
 )
 """In this order: the first that finds something is heard."""

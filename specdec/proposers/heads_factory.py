@@ -10,7 +10,7 @@ from typing import Protocol
 
 from specdec.attention.base import AttentionBackend, LayerAttention
 from specdec.attention.registry import choose_backend
-from specdec.core.errors import ConfigError
+from specdec.core.errors import ConfigError, ResourceError
 from specdec.core.idle_work import IdleWork
 from specdec.drafters.base import Drafter, FeatureDrafter, IndependentHeads, SequentialHeads
 from specdec.drafters.checkpoints.registry import load_opened
@@ -312,6 +312,11 @@ def _load(
             f"speculative_config.max_model_len: {config.max_model_len} is about heads with K/V of their own; "
             f"the heads in {config.model} have none: leave it out"
         )
+    elif config.attention_backend != "auto":
+        raise ConfigError(
+            f"speculative_config.attention_backend: {config.attention_backend} is about heads with K/V of "
+            f"their own; the heads in {config.model} have none: leave it out"
+        )
     return LoadedHeads(config, drafter, pool, target, max_num_seqs, max_num_batched_tokens)
 
 
@@ -373,14 +378,17 @@ def _drafter_of(config: SpeculativeConfig, target: HeadTarget) -> Drafter:
 def _backend_of(
     layers: Sequence[LayerAttention], config: SpeculativeConfig, target: HeadTarget
 ) -> AttentionBackend:
-    return choose_backend(
-        config.attention_backend,
-        device=target.device,
-        dtype=target.dtype,
-        layers=layers,
-        max_context=target.max_model_len,
-        cache_dir=config.compile.cache_dir,
-    )
+    try:
+        return choose_backend(
+            config.attention_backend,
+            device=target.device,
+            dtype=target.dtype,
+            layers=layers,
+            max_context=target.max_model_len,
+            cache_dir=config.compile.cache_dir,
+        )
+    except (ConfigError, ResourceError) as error:
+        raise type(error)(f"speculative_config.{error}") from error
 
 
 def _later_bytes(num_bytes: int, target: HeadTarget) -> int:

@@ -99,6 +99,19 @@ def test_a_door_that_is_gone_leaves_what_it_had_counted_and_nothing_open() -> No
     assert (totals.counters[REQUESTS], totals.gauges[OPEN]) == (8, 1)
 
 
+def test_doors_that_come_and_go_for_ever_leave_a_sum_and_are_not_kept_apart() -> None:
+    keeper = door("a", 1.0)
+    for number in range(200):
+        name = f"door-{number}"
+        keeper.set_doors([member("a", 1.0), member(name, 2.0 + number)])
+        keeper.hear(PeerId(name), report(1))
+        assert sums(keeper, report(3)).counters[REQUESTS] == 3 + number + 1
+    keeper.set_doors([member("a", 1.0)])
+    totals = sums(keeper, report(3))
+    assert (totals.counters[REQUESTS], totals.gauges[OPEN]) == (203, 1)
+    assert len(keeper._reports) < 40
+
+
 def test_the_next_keeper_counts_on_once_all_have_reported() -> None:
     b, c = member("b", 2.0), member("c", 3.0)
     heir = door("b", 2.0, member("a", 1.0), c)

@@ -14,7 +14,8 @@ from ray.serve.schema import ApplicationStatus
 
 from deploy.openai.certificates import CertificateFiles
 from deploy.serve_config import _being_deployed, build, parse_arguments
-from specdec.core.errors import ConfigError
+from specdec.core.errors import CheckpointError, ConfigError
+from tests.deploy.certificates import make_certificate
 
 TARGET = {"target": {"model": "/models/target"}}
 
@@ -32,6 +33,7 @@ def test_arguments_are_a_configuration_and_leave_to_serve_anybody() -> None:
         ({"config": TARGET}, r"no API key would be asked for: set args.config.http.api_keys_file"),
         ({"config": TARGET, "insecur": True}, r"args.insecur: unknown key"),
         ({"config": TARGET, "insecure": "yes"}, r"args.insecure: must be true or false"),
+        ({"config": TARGET, "models_everywhere": 1}, r"args.models_everywhere: must be true or false, got 1"),
         ({"config": []}, r"must hold keys and values"),
         ({"config": {"target": {"model": "models/target"}}}, r"target.model: must be absolute here"),
         ({"config": TARGET | {"http": {"api_keys_file": "keys"}}}, r"http.api_keys_file: must be absolute"),
@@ -83,6 +85,32 @@ def test_doors_are_told_by_which_files_serve_listens(
     )
     assert "secret" not in repr(told)
     assert certificate_told(HTTPOptions(), monkeypatch) is None
+
+
+def test_files_that_no_server_can_use_are_refused_and_an_expired_certificate_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Proxies would say it in their logs alone."""
+
+    def told(certificate: str, key: str) -> Any:
+        return certificate_told(HTTPOptions(ssl_certfile=certificate, ssl_keyfile=key), monkeypatch)
+
+    good, other = make_certificate(tmp_path), make_certificate(tmp_path, "other")
+    expired = make_certificate(tmp_path, "expired", days=-1)
+    assert told(good.certificate_file, good.key_file) is not None
+    caplog.clear()
+    with pytest.raises(
+        ConfigError, match=r"http_options\.ssl_certfile.*other\.key is not the key of the first"
+    ):
+        told(good.certificate_file, other.key_file)
+    assert told(expired.certificate_file, expired.key_file) is not None
+    assert "certificate has expired" in caplog.text
+
+
+def test_what_is_missing_here_is_missing_everywhere_where_that_is_said() -> None:
+    args = {"config": {"target": {"model": "/models/tarjet"}}, "insecure": True, "models_everywhere": True}
+    with pytest.raises(CheckpointError, match=r"/models/tarjet: there is no such folder.*models_everywhere"):
+        build(args)
 
 
 def certificate_told(options: HTTPOptions, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -30,13 +30,14 @@ from cluster.placement import RanksPerModel, plan_placement, require_plan, unche
 from deploy.application import APPLICATION, INGRESS
 from deploy.cli.main import app
 from deploy.config import DrafthouseConfig
+from deploy.config_file import _PATH_KEYS, parse_config
 from deploy.monitoring.dashboards import ALL_DASHBOARDS
 from deploy.monitoring.grafana import grafana_json
 from deploy.monitoring.rules import rules_yaml
 from deploy.proxies import ProxyKind, proxy_environment
 from deploy.serve_config import build, parse_arguments
 from scripts import helm_monitoring, helm_schema
-from specdec.core.errors import ResourceError
+from specdec.core.errors import ConfigError, ResourceError
 from workers.logs import FORMAT_VARIABLE
 
 pytest.importorskip("helm_python", reason="helm-python-sdk, Helm's engine, is there for Linux x86-64 only")
@@ -58,6 +59,7 @@ from tests.helm.chart import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
+VERSION = metadata.version("drafthouse")
 UPDATE = os.environ.get("DRAFTHOUSE_UPDATE_GOLDEN") == "1"
 DRAFTED: Values = {"config": {"speculative_config": {"method": "draft_model", "model": "/models/draft"}}}
 SCALED: Values = {"autoscaling": {"enabled": True}}
@@ -104,6 +106,11 @@ def overriding(name: str, least: int = 1, most: int = 1) -> Values:
     return {"serve": {"deployments": [{"name": name, "autoscaling_config": bounds}]}}
 
 
+def with_options(name: str, **options: Any) -> Values:
+    """An override of one deployment, with other options."""
+    return {"serve": {"deployments": [{"name": name, **options}]}}
+
+
 def fixed_and_scaled(name: str) -> Values:
     """An override that says how many there are, and how many there may be."""
     values = overriding(name)
@@ -119,6 +126,13 @@ def redis(**more: str) -> Values:
 def scaling(pool: str, **bounds: int) -> Values:
     """Bounds for a pool, as `drafthouse serve` has them."""
     return {"config": {"cluster": {pool: {"autoscaling": bounds}}}}
+
+
+def several(model: str) -> Values:
+    """Two drafters, of which one has a draft model."""
+    lookup = {"name": "a", "method": "ngram"}
+    small = {"name": "b", "method": "draft_model", "model": model}
+    return {"config": {"speculative_config": {"method": "several", "drafters": [lookup, small]}}}
 
 
 def updating(how: str) -> Values:
@@ -214,6 +228,10 @@ def test_values_file_shows_every_key() -> None:
         {"upgrade": {"type": "Sometimes"}},
         {"networkPolicy": {"dnsPorts": []}},
         {"networkPolicy": {"dnsPorts": [0]}},
+        {"serve": {"deployments": [{"name": "Ingress", "max_ongoing_request": 5}]}},
+        {"serve": {"deployments": [{"name": "Ingress", "autoscaling_config": {"max_replica": 2}}]}},
+        {"serve": {"deployments": [{"name": "Ingress", "ray_actor_options": {"num_cpu": 1}}]}},
+        {"serve": {"autoscalingPolicy": {"policy_func": "module:function"}}},
     ],
     ids=json.dumps,
 )
@@ -290,6 +308,12 @@ def test_mistakes_in_values_are_refused_by_the_schema(values: Values) -> None:
         ("gpu", scaling("draft_pool", max_workers=1), "draft.workers: 2 are there at first"),
         (None, merged(TENSOR_PARALLEL_OVER_PODS, SCALED), "target.multiHost: for each pod that the"),
         ("multi-host", merged(SPARE, {"target": {"groups": 1}} | SCALED), "and 2 groups at most (spare"),
+        ("gpu", {"draft": {"maxWorkers": 3}} | SCALED, "the 2 of draft.workers: give config.cluster.dra"),
+        (None, {"config": {"target": {"model": "Qwen/Qwen3-8B"}}}, "folder's path, such as /models/Qwen3-8B"),
+        (None, several("models/b"), "config.speculative_config.drafters[1].model: "),
+        (None, {"huggingFace": {"existingSecret": "hf"}}, "huggingFace.existingSecret: is for models"),
+        (None, {"rayAuth": {"enabled": False, "existingSecret": "t"}}, "rayAuth.existingSecret: Ray asks"),
+        ("cpu-dev", {"ingress": {"replicas": 2}}, "write config.http.num_replicas: 2 instead"),
     ],
 )  # fmt: skip
 def test_contradictions_are_named(flavour: str | None, values: Values, message: str) -> None:
@@ -298,6 +322,33 @@ def test_contradictions_are_named(flavour: str | None, values: Values, message: 
     with pytest.raises(helm_python.HelmError) as caught:
         render(merged(values_of(flavour), values))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [keys for keys in _PATH_KEYS if keys[0] != "http"], ids=str)
+def test_paths_that_the_application_would_refuse_are_refused(keys: tuple[str, ...]) -> None:
+    """It would in the status of the RayService, where nobody looks."""
+    given: Any = "models/x"
+    for key in reversed(keys):
+        given = {key: given}
+    rest = {"target": {"model": "/models/target"}, "speculative_config": {"retrieval": {"path": "/texts"}}}
+    config = merged(rest, given)
+    with pytest.raises(ConfigError, match="must be absolute"):
+        parse_config(config)
+    with pytest.raises(helm_python.HelmError) as caught:
+        render({"config": config})
+    assert f'config.{".".join(keys)}: "models/x" does not begin with /' in str(caught.value)
+    assert render({"config": rest})
+
+
+def test_draft_workers_may_become_more_by_what_serve_is_told() -> None:
+    pods: Values = {"draft": {"workers": 1, "maxWorkers": 3}} | SCALED
+    for told in (
+        scaling("draft_pool", max_workers=2),
+        overriding("DraftPool", 1, 3),
+        with_options("DraftPool", num_replicas=3),
+    ):
+        draft = groups_of(ray_service(merged(merged(DRAFTED, pods), told)))["draft"]
+        assert (draft["replicas"], draft["maxReplicas"]) == (1, 3)
 
 
 @pytest.mark.parametrize("values", SITUATIONS)
@@ -467,6 +518,7 @@ def test_ranks_of_a_layer_may_leave_a_pod_where_a_group_has_more_pods_than_stage
             (1, 2),
             id="of Serve alone",
         ),
+        pytest.param(with_options("Coordinator", num_replicas=1), (1, 3), id="a number"),
     ],
 )
 def test_pods_are_as_few_as_replicas_may_be(values: Values, fewest: tuple[int, int]) -> None:
@@ -637,6 +689,22 @@ def test_overrides_of_deployments_reach_serve() -> None:
     assert deployments["Ingress"]["ray_actor_options"]["label_selector"] == {"pool": "ingress"}
 
 
+def test_overrides_may_have_all_that_ray_knows() -> None:
+    policy = {"policy_function": "module:function", "policy_kwargs": {"any": 1}}
+    override = {
+        "name": "Coordinator",
+        "autoscaling_config": {"max_replicas": 1, "policy": policy},
+        "backpressure_config": {"status_code": 429},
+        "logging_config": None,
+        "ray_actor_options": {"runtime_env": {"env_vars": {"A": "b"}}},
+        "user_config": {"any": "thing"},
+    }
+    values: Values = {"serve": {"deployments": [override], "autoscalingPolicy": policy}}
+    application = serve_config(values)["applications"][0]
+    assert application["deployments"][1] == override
+    assert application["autoscaling_policy"] == policy
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("number", [{}, {"num_replicas": None}, {"num_replicas": "auto"}], ids=json.dumps)
 def test_doors_may_scale_between_bounds(replicas: int, number: Values) -> None:
@@ -651,11 +719,35 @@ def test_doors_may_scale_between_bounds(replicas: int, number: Values) -> None:
     assert door["ray_actor_options"]["label_selector"] == {"pool": "ingress"}
 
 
+@pytest.mark.parametrize(
+    ("values", "tag"),
+    [
+        pytest.param({}, f"{VERSION}-cuda", id="defaults"),
+        pytest.param({"target": {"gpu": 0}}, VERSION, id="no draft pods"),
+        pytest.param(
+            merged(fetching(**DRAFTED), {"target": {"gpu": 0}}), f"{VERSION}-cuda", id="drafts on GPUs"
+        ),
+        pytest.param(values_of("cpu-dev"), VERSION, id="CPUs alone"),
+        pytest.param({"image": {"tag": "mine"}}, "mine", id="given"),
+    ],
+)
+def test_all_pods_have_the_image_that_those_with_gpus_need(values: Values, tag: str) -> None:
+    """A Ray cluster is of one Python and one Ray."""
+    images = {
+        container["image"]
+        for pod in pods_of(render(values))
+        for container in (*pod["containers"], *pod.get("initContainers", ()))
+    }
+    assert images == {f"drafthouse:{tag}"}
+    built = (CHART.parents[1] / "deploy" / "docker" / "Dockerfile").read_text()
+    assert tag == "mine" or f" -t drafthouse:{tag} ." in built
+
+
 def test_ray_is_the_one_that_the_tests_run_with() -> None:
     cluster = ray_service({})["spec"]["rayClusterConfig"]
     assert cluster["rayVersion"] == metadata.version("ray")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["appVersion"] == metadata.version("drafthouse")
+    assert chart["appVersion"] == VERSION
 
 
 # ----------------------------------------------------------------------------------------------- security
@@ -787,12 +879,13 @@ def test_shared_memory_holds_rays_object_store(size: str, is_enough: bool) -> No
         render(values)
 
 
-def test_budgets_follow_the_pools() -> None:
-    def budgets(values: Values) -> dict[str, Any]:
-        found = of_kind(render(values), "PodDisruptionBudget")
-        assert all(item["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for item in found)
-        return {item["metadata"]["name"].rpartition("-")[2]: item["spec"]["minAvailable"] for item in found}
+def budgets(values: Values) -> dict[str, Any]:
+    found = of_kind(render(values), "PodDisruptionBudget")
+    assert all(item["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for item in found)
+    return {item["metadata"]["name"].rpartition("-")[2]: item["spec"]["minAvailable"] for item in found}
 
+
+def test_budgets_follow_the_pools() -> None:
     heads = {"method": "eagle3", "model": "/models/heads", "heads_at": "draft_pool"}
     many: Values = {"ingress": {"replicas": 2}, "target": {"groups": 3}, "draft": {"workers": 4}}
     for drafted in (DRAFTED, {"config": {"speculative_config": heads}}):
@@ -814,6 +907,66 @@ def test_budgets_count_the_pods_that_scaling_leaves() -> None:
         item["metadata"]["name"]: item["spec"] for item in of_kind(render(scaled), "PodDisruptionBudget")
     }
     assert found["llm-drafthouse-target"]["minAvailable"] == 1
+
+
+THREE_GROUPS: Values = {"target": {"groups": 3}}
+THREE_DOORS: Values = {"ingress": {"replicas": 3}}
+THREE_WORKERS: Values = merged(DRAFTED, {"draft": {"workers": 3}})
+
+
+@pytest.mark.parametrize(
+    ("values", "least"),
+    [
+        pytest.param(
+            merged(THREE_GROUPS, scaling("target_groups", min_groups=1, max_groups=3)), {}, id="one group"
+        ),
+        pytest.param(
+            merged(THREE_GROUPS, scaling("target_groups", min_groups=2, max_groups=3)),
+            {"target": 1},
+            id="two groups",
+        ),
+        pytest.param(merged(THREE_GROUPS, overriding("Coordinator", 2, 3)), {"target": 1}, id="of Serve's"),
+        pytest.param(
+            merged(THREE_GROUPS, with_options("Coordinator", num_replicas=1)), {}, id="one group, told"
+        ),
+        pytest.param(merged(THREE_GROUPS, with_options("Coordinator", num_replicas="auto")), {}, id="auto"),
+        pytest.param(
+            merged(THREE_GROUPS, with_options("Coordinator", max_ongoing_requests=9)),
+            {"target": 2},
+            id="no number",
+        ),
+        pytest.param(merged(THREE_WORKERS, scaling("draft_pool", max_workers=3)), {}, id="one worker"),
+        pytest.param(
+            merged(THREE_WORKERS, scaling("draft_pool", min_workers=2, max_workers=3)),
+            {"draft": 1},
+            id="two workers",
+        ),
+        pytest.param(merged(THREE_DOORS, overriding("Ingress", 1, 3)), {}, id="one door"),
+        pytest.param(
+            merged(THREE_DOORS, with_options("Ingress", num_replicas=2)), {"ingress": 1}, id="two doors"
+        ),
+        pytest.param(
+            merged(THREE_DOORS, with_options("Ingress", max_replicas_per_node=2)),
+            {"ingress": 1},
+            id="doors together",
+        ),
+        pytest.param(
+            merged(TENSOR_PARALLEL_OVER_PODS, {"ingress": {"enabled": False}}),
+            {"target": 1},
+            id="ranks without a proxy",
+        ),
+        pytest.param(
+            merged(TENSOR_PARALLEL_OVER_PODS, scaling("target_groups", min_groups=1, max_groups=2)),
+            {"target": 3},
+            id="ranks that need none",
+        ),
+    ],
+)
+def test_budgets_count_pods_that_are_ready_however_few_replicas_there_are(
+    values: Values, least: dict[str, int]
+) -> None:
+    """Pods stay without the autoscaler, but those without a replica are not ready: none could be evicted."""
+    assert budgets(values) == {"head": 1, **least}
 
 
 def test_budgets_count_spare_pods_where_these_are_ready() -> None:
@@ -953,13 +1106,14 @@ def test_more_or_fewer_pods_are_the_same_pods() -> None:
                 del group[key]
         return cluster
 
-    more = {
-        "ingress": {"replicas": 2},
-        "target": {"groups": 3, "spareGroups": 1},
-        "draft": {"workers": 2},
-    }
-    for values in (DRAFTED, values_of("cpu-dev"), merged(DRAFTED, TENSOR_PARALLEL_OVER_PODS)):
-        assert without_numbers(merged(values, more)) == without_numbers(values)
+    doors: Values = {"ingress": {"replicas": 2}}
+    more: Values = {"target": {"groups": 3, "spareGroups": 1}, "draft": {"workers": 2}}
+    for values, changed in (
+        (DRAFTED, more | doors),
+        (values_of("cpu-dev"), more),
+        (merged(DRAFTED, TENSOR_PARALLEL_OVER_PODS), more | doors),
+    ):
+        assert without_numbers(merged(values, changed)) == without_numbers(values)
 
 
 def test_without_pods_for_the_door_it_is_behind_kuberays_service() -> None:
@@ -1221,6 +1375,24 @@ def test_models_are_mounted_from_a_volume_that_is_not_written_to() -> None:
     assert claim({}) == {"claimName": "drafthouse-models", "readOnly": True}
 
 
+@pytest.mark.parametrize(
+    ("values", "everywhere"),
+    [
+        ({}, True),
+        ({"config": {"speculative_config": {"method": "draft_model", "model": "/models/draft"}}}, True),
+        ({"models": {"volume": {"hostPath": {"path": "/srv/models"}}}}, False),
+        ({"config": {"target": {"model": "/nvme/target"}}}, False),
+        ({"config": {"speculative_config": {"method": "draft_model", "model": "/nvme/draft"}}}, False),
+    ],
+)
+def test_a_model_that_is_not_on_the_common_claim_is_said_to_be_nowhere(
+    values: Values, everywhere: bool
+) -> None:
+    """Else a wrong path would be found out by workers, when the group before has ended."""
+    arguments = serve_config(values)["applications"][0]["args"]
+    assert arguments.get("models_everywhere", False) == everywhere
+
+
 def test_the_test_pod_runs_where_the_door_may() -> None:
     values: Values = {
         "image": {"pullSecrets": [{"name": "registry"}]},
@@ -1324,7 +1496,8 @@ def test_the_door_is_scraped_once() -> None:
     ]
     assert service["spec"]["selector"]["app.kubernetes.io/component"] == "ingress", "they outlive the head"
     assert [port["targetPort"] for port in service["spec"]["ports"]] == ["door"]
-    doorless = merged(EVERYTHING, {"ingress": {"enabled": False}, "tls": {"existingSecret": ""}})
+    without: Values = {"ingress": {"enabled": False, "replicas": 1}, "tls": {"existingSecret": ""}}
+    doorless = merged(EVERYTHING, without)
     (other,) = of_kind(render(doorless), "Service")
     assert other["spec"]["selector"]["app.kubernetes.io/component"] == "head"
     assert [port["targetPort"] for port in other["spec"]["ports"]] == ["serve"]
@@ -1469,6 +1642,23 @@ def test_updates_start_the_next_group_first_where_there_are_pods_for_it(
     for warning in ("an outage", "no pod for it"):
         assert (warning in notes) == (warning == told)
     assert ("target.spareGroups: 1 " in notes) == ((updates, told) == ("auto", "an outage")), "what helps"
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        pytest.param(ROOM, "added for updates alone", id="for updates"),
+        pytest.param(merged(ROOM, updating("in_place")), "never added", id="for nothing"),
+        pytest.param(ROOM | scaling("target_groups", max_groups=2), None, id="bounds"),
+        pytest.param(ROOM | overriding("Coordinator", 1, 2), None, id="bounds of Serve's"),
+        pytest.param(ROOM | with_options("Coordinator", num_replicas=2), None, id="a number of Serve's"),
+        pytest.param(SCALED, None, id="no more pods"),
+    ],
+)
+def test_notes_say_that_nobody_asks_for_more_target_groups(values: Values, told: str | None) -> None:
+    notes = " ".join(render_texts(values)["NOTES.txt"].split())
+    assert ("config.cluster.target_groups.autoscaling is not given" in notes) == (told is not None)
+    assert told is None or f"up to target.maxGroups, are {told}." in notes
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def train_early_exits(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
 
 
 def _check(options: TrainOptions) -> None:
-    if options.keeps_hidden or options.hidden_folder is not None:
+    if options.rounds_states:
         raise ConfigError("--keep-hidden does not go with layerskip: its states change in training")
     if options.start_from is not None:
         raise ConfigError("--start-from does not go with layerskip: give that folder as --target")

@@ -25,6 +25,8 @@ _NOT_OPTIONS = {
     "target_weights": "another --target: the weights in the folder are not what they were",
 }
 """What a run is told apart by that is no value of an option, and what to say where it differs."""
+_FLAGS = {"keep_hidden": "--keep-hidden or --hidden-folder"}
+"""Options that decide what a run is told apart by, where they are not one of its name."""
 
 
 def require_free(options: TrainOptions) -> None:
@@ -72,7 +74,7 @@ def described_run(
         "samples": options.samples,
         "sample_temperature": options.sample_temperature if options.samples else None,
         "dtype": "bfloat16" if is_mixed else "float32",
-        "keep_hidden": options.keeps_hidden,  # they are rounded to be kept
+        "keep_hidden": options.rounds_states,
     }
 
 
@@ -86,8 +88,8 @@ def require_same_run(work: Path, described: dict[str, Any]) -> None:
             continue
         what = _NOT_OPTIONS.get(name)
         if what is None:
-            flag = flag_of(name).removeprefix("--")
-            named = name if flag.replace("-", "_") == name else f"{name} (--{flag})"
+            flag = _FLAGS.get(name, flag_of(name))
+            named = name if flag.removeprefix("--").replace("-", "_") == name else f"{name} ({flag})"
             what = f"{named} {before[name]!r}, not {value!r}"
         raise ConfigError(
             f"{work} holds a run with {what}: give another --work, or remove the folder to start anew"

@@ -190,7 +190,7 @@ class Groundwork:
     def kept_states(self, capture: Capture) -> KeptStates | None:
         """What the target makes of the rows, where that is kept on disk."""
         options = self.options
-        if not options.keeps_hidden and options.hidden_folder is None:
+        if not options.rounds_states:
             return None
         folder = options.hidden_folder or options.work / "hidden"
         # In bfloat16 a target makes something else of them.

@@ -32,6 +32,7 @@ from training.drafters.low_rank import LowRankAdditions
 from training.drafters.objectives import medusa_losses, text_loss
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
+from training.drafters.start import require_alike
 from training.drafters.stored import save_language_model, stored_as
 from training.optimization import ModuleRates
 from training.progress import console
@@ -134,7 +135,7 @@ def train_jointly(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
 
 
 def _check(recipe: DrafterRecipe, options: TrainOptions) -> None:
-    if options.keeps_hidden or options.hidden_folder is not None:
+    if options.rounds_states:
         raise ConfigError("--keep-hidden does not go with medusa2: its states change in training")
     if options.stores_adapter and not recipe.lora_rank:
         raise ConfigError(
@@ -147,13 +148,7 @@ def _start_from(heads: Medusa, options: TrainOptions) -> None:
     other = load_drafter(
         options.start_from, heads.target, kind="medusa", allow_pickled=options.allow_pickled_weights
     )
-    wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in other.state_dict().items()}
-    if not isinstance(other, Medusa) or wanted != found:
-        raise ConfigError(
-            f"--start-from {options.start_from} must hold Medusa heads of this --depth ({len(heads.heads)}) "
-            f"and --num-layers ({heads.num_layers}); it holds {type(other).__name__}"
-        )
+    require_alike(heads, other, options.start_from)
     heads.load_state_dict(other.state_dict())
 
 

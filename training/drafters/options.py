@@ -10,6 +10,8 @@ from typing import Literal
 from specdec.core.errors import ConfigError
 from training.drafters.recipe import CheckpointLayout
 
+_SAMPLE_TEMPERATURE = 0.7
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
@@ -25,7 +27,7 @@ class TrainOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     samples: int = 0
     """Rows of the target's own writing to train on instead of the texts, which only begin them."""
-    sample_temperature: float = 0.7
+    sample_temperature: float = _SAMPLE_TEMPERATURE
     start_from: Path | None = None
     """Folder of a drafter of the same kind and shapes for this target (mtp: the target's own; draft_model:
     any model with its tokenizer), whose weights are trained further; None: new ones."""
@@ -49,3 +51,10 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if not 0.0 <= self.sample_temperature < math.inf:
             raise ConfigError("--sample-temperature must be finite, and not negative")
+        if self.sample_temperature != _SAMPLE_TEMPERATURE and not self.samples:
+            raise ConfigError("--sample-temperature is that of --samples: give both, or leave it out")
+
+    @property
+    def rounds_states(self) -> bool:
+        """Whether hidden states are kept on disk, wherever: they are rounded to bfloat16 for that."""
+        return self.keeps_hidden or self.hidden_folder is not None

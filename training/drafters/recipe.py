@@ -124,6 +124,8 @@ class DrafterRecipe(Schedule):
             raise ConfigError("--lora-rank must be at least 1, or 0 to train all of the target's weights")
         if not 0.0 < self.lora_alpha < math.inf:
             raise ConfigError("--lora-alpha must be finite, and above 0")
+        if self.lora_alpha != DrafterRecipe.lora_alpha and not self.lora_rank:
+            raise ConfigError("--lora-alpha scales what --lora-rank adds: give both, or leave it out")
         if not 0 <= self.heads_first < self.steps:
             raise ConfigError(f"--heads-first must be from 0 to one less than --steps ({self.steps})")
         if self.target_loss == "self" and not self.lora_rank:

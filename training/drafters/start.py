@@ -33,18 +33,27 @@ def start_from(training: Training, folder: Path, *, allow_pickled: bool) -> None
     drafter = training.drafter
     kind = next(kind for kind, its_type in DRAFTERS.items() if its_type is type(drafter))
     other = load_drafter(folder, drafter.target, torch.float32, kind=kind, allow_pickled=allow_pickled)
-    if type(other) is not type(drafter):
-        raise ConfigError(
-            f"--start-from {folder} holds {type(other).__name__}, not {type(drafter).__name__}: leave it out"
-        )
-    _require_same_options(drafter, other, folder)
-    _require_same_shapes(drafter, other, folder)
+    require_alike(drafter, other, folder)
     for tensor in (*other.parameters(), *other.buffers()):
         tensor.data = tensor.data.clone()  # until then it is the file's memory: who writes there changes it
     try:
         training.go_on_with(other)
     except ConfigError as error:
         raise ConfigError(f"--start-from {folder}: {error}") from error
+
+
+def require_alike(drafter: Drafter, other: Drafter, folder: Path) -> None:
+    """Check that the drafter of ``folder`` is put together as the one that is made here.
+
+    Raises:
+        ConfigError: naming the option or the tensor that differs.
+    """
+    if type(other) is not type(drafter):
+        raise ConfigError(
+            f"--start-from {folder} holds {type(other).__name__}, not {type(drafter).__name__}: leave it out"
+        )
+    _require_same_options(drafter, other, folder)
+    _require_same_shapes(drafter, other, folder)
 
 
 def options_of(drafter: Drafter) -> Options:

@@ -19,6 +19,8 @@ _OTHERS: Mapping[Method, Callable[[DrafterRecipe, TrainOptions], dict[str, Any]]
     "layerskip": train_early_exits,
     "draft_model": train_draft_model,
 }
+_READ_NO_PICKLES: frozenset[Method] = frozenset({"layerskip", "draft_model"})
+"""They begin with whole models, which are read from safetensors alone."""
 
 
 def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any]:
@@ -29,6 +31,7 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
         CheckpointError: the target cannot be read.
     """
     _require_layout(recipe, options)
+    _require_use(recipe, options)
     with alone_in(options.work):
         return _OTHERS.get(recipe.method, train_beside_target)(recipe, options)
 
@@ -45,4 +48,23 @@ def _require_layout(recipe: DrafterRecipe, options: TrainOptions) -> None:
         raise ConfigError(
             f"--fused-layers {','.join(map(str, recipe.fused_layers))}: engines read others from --format "
             "published where 1 is the first: give --format speculators, or another order"
+        )
+
+
+def _require_use(recipe: DrafterRecipe, options: TrainOptions) -> None:
+    """What would change nothing is refused: whoever gives it means something."""
+    if options.allow_pickled_weights and recipe.method in _READ_NO_PICKLES:
+        raise ConfigError(
+            f"--allow-pickled-weights is not of method {recipe.method}, which reads safetensors alone: "
+            "leave it out"
+        )
+    if options.allow_pickled_weights and options.start_from is None:
+        raise ConfigError(
+            "--allow-pickled-weights is about the files of --start-from: give both, or leave it out"
+        )
+    if options.rounds_states and recipe.method == "draft_model" and recipe.on_policy == 1.0:
+        flag = "--keep-hidden" if options.keeps_hidden else "--hidden-folder"
+        raise ConfigError(
+            f"{flag} does not go with --on-policy 1: all steps are on what the draft model has just written, "
+            "of which no states are kept: leave it out"
         )

@@ -153,7 +153,7 @@ _CHOICE = Row(
             "Tokens per second with speculation over those without, mean of two minutes. 1 or "
             "less for long: draft workers are not worth their devices with this traffic.",
             "short",
-            line(SHOWN.gauge("speculation_pool_worth"), "{{job}}"),
+            line(SHOWN.mean_gauge("speculation_pool_worth"), "{{job}}"),
         ),
         panel(
             "Changes of mind",

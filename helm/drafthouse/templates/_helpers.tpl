@@ -73,7 +73,9 @@ replicas a few seconds more (graceful_shutdown_timeout_s). Takes a dict: root, p
 
 {{/*
 Fewest, usual and largest number of replicas of each group of workers, in the order of workerGroupSpecs, the pods of each, and
-how many of them are not ready because nothing runs there.
+how many pods are ready at the least. KubeRay's probe asks for a proxy of Serve's, which is where a replica is: a pod without a
+door, coordinator or draft worker is not ready, and of a group's pods one has the coordinator. The chart's probe of such groups
+asks for none (drafthouse.hasPodsOfRanks).
 */}}
 {{- define "drafthouse.groupSizes" -}}
 {{- $values := .Values -}}
@@ -81,21 +83,35 @@ how many of them are not ready because nothing runs there.
 {{- $hosts := ternary $nodes 1 $values.target.multiHost -}}
 {{- $replicas := div $nodes $hosts -}}
 {{- $spare := mul $values.target.spareGroups $replicas -}}
+{{- $isScaled := $values.autoscaling.enabled -}}
+{{- $fewestGroups := include "drafthouse.fewest" (dict "root" . "deployment" "Coordinator") | int -}}
+{{- $leastSets := ternary $fewestGroups (int $values.target.groups) $isScaled | mul $replicas | add $spare -}}
 {{- if $values.ingress.enabled }}
-- {name: ingress, hosts: 1, min: {{ $values.ingress.replicas }}, replicas: {{ $values.ingress.replicas }}, max: {{ $values.ingress.replicas }}}
+{{- $doorsEach := 1 -}}
+{{- range $values.serve.deployments -}}
+{{- if eq (toString .name) "Ingress" -}}{{- $doorsEach = get . "max_replicas_per_node" | default 1 -}}{{- end -}}
+{{- end }}
+- name: ingress
+  hosts: 1
+  min: {{ $values.ingress.replicas }}
+  replicas: {{ $values.ingress.replicas }}
+  max: {{ $values.ingress.replicas }}
+  ready: {{ divf (include "drafthouse.fewest" (dict "root" . "deployment" "Ingress")) $doorsEach | ceil }}
 {{- end }}
 - name: target
   hosts: {{ $hosts }}
-  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "target_groups" "bound" "min_groups" "number" $values.target.groups) | int | mul $replicas | add $spare }}
+  min: {{ $leastSets }}
   replicas: {{ mul $values.target.groups $replicas | add $spare }}
   max: {{ mul (max (int $values.target.groups) (int $values.target.maxGroups)) $replicas | add $spare }}
-  idle: {{ ternary 0 $spare (include "drafthouse.hasPodsOfRanks" . | empty | not) }}
+  ready: {{ ternary (mul $leastSets $hosts) $fewestGroups (include "drafthouse.hasPodsOfRanks" . | empty | not) }}
 {{- if include "drafthouse.hasDraftPool" . }}
+{{- $fewestWorkers := include "drafthouse.fewest" (dict "root" . "deployment" "DraftPool") | int }}
 - name: draft
   hosts: 1
-  min: {{ include "drafthouse.fewest" (dict "root" . "pool" "draft_pool" "bound" "min_workers" "number" $values.draft.workers) }}
+  min: {{ ternary $fewestWorkers (int $values.draft.workers) $isScaled }}
   replicas: {{ $values.draft.workers }}
   max: {{ max (int $values.draft.workers) (int $values.draft.maxWorkers) }}
+  ready: {{ $fewestWorkers }}
 {{- end }}
 {{- end -}}
 
@@ -149,8 +165,15 @@ beyond() {
 kubectl -n {{ .Release.Namespace }} patch raycluster "$cluster" --type json -p '{{ $json }}'
 {{- end -}}
 
+{{/*
+The image of all pods. One, since processes of a Ray cluster have to have the same Python and Ray, and the task that builds the
+application runs on any of them: where a pod has GPUs, that for CUDA.
+*/}}
 {{- define "drafthouse.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- $gpus := .Values.target.gpu -}}
+{{- if include "drafthouse.hasDraftPool" . -}}{{- $gpus = add $gpus .Values.draft.gpu -}}{{- end -}}
+{{- $tag := ternary (printf "%s-cuda" .Chart.AppVersion) .Chart.AppVersion (gt (int $gpus) 0) -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default $tag }}
 {{- end -}}
 
 {{/* What port 8000 speaks. */}}
@@ -197,6 +220,12 @@ leads to all pods (ingress.enabled: false): those without a proxy have to be lef
 {{- get $pool "autoscaling" | default dict | toYaml -}}
 {{- end -}}
 
+{{/* The same of a deployment of Serve's: doors have none. Takes a dict: root, deployment. */}}
+{{- define "drafthouse.scalingOf" -}}
+{{- $pool := get (dict "Coordinator" "target_groups" "DraftPool" "draft_pool") .deployment -}}
+{{- include "drafthouse.scaling" (dict "config" .root.Values.config "pool" $pool) -}}
+{{- end -}}
+
 {{/* Most target groups that Serve may be asked for. */}}
 {{- define "drafthouse.mostGroups" -}}
 {{- $scaling := include "drafthouse.scaling" (dict "config" .Values.config "pool" "target_groups") | fromYaml -}}
@@ -230,25 +259,35 @@ How a changed config replaces target groups. The application sees no pods that a
 {{- end -}}
 
 {{/*
-Fewest groups or workers of a pool: with the autoscaler, as many as Serve may go down to, else all. Takes a dict: root, pool
-(of config.cluster), bound, number.
+Fewest doors, groups or workers that Serve may go down to, of those that there are pods for at first. Takes a dict: root,
+deployment.
 */}}
 {{- define "drafthouse.fewest" -}}
-{{- $fewest := int .number -}}
-{{- if .root.Values.autoscaling.enabled -}}
-{{- with include "drafthouse.scaling" (dict "config" .root.Values.config "pool" .pool) | fromYaml -}}
-{{- $fewest = min $fewest (dig $.bound 1 . | int) -}}
+{{- $values := .root.Values -}}
+{{- $pods := get (dict "Ingress" $values.ingress.replicas "Coordinator" $values.target.groups "DraftPool" $values.draft.workers) .deployment | int -}}
+{{- $fewest := $pods -}}
+{{- with include "drafthouse.scalingOf" . | fromYaml -}}
+{{- $fewest = dig (ternary "min_groups" "min_workers" (eq $.deployment "Coordinator")) 1 . | int -}}
 {{- end -}}
-{{- $deployment := ternary "Coordinator" "DraftPool" (eq .pool "target_groups") -}}
+{{- range $values.serve.deployments -}}
+{{- if eq (toString .name) $.deployment -}}
+{{- $number := get . "num_replicas" | default $fewest -}}
+{{- $fewest = min $fewest (ternary 1 $number (eq (toString $number) "auto") | int) -}}
+{{- with get . "autoscaling_config" -}}{{- $fewest = dig "min_replicas" 1 . | int -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- min $pods $fewest -}}
+{{- end -}}
+
+{{/*
+Non-empty where Serve is told how many groups or workers there may be, beside the pods that there are at first: by bounds, or
+a number. Takes a dict: root, deployment.
+*/}}
+{{- define "drafthouse.isScaled" -}}
+{{- if include "drafthouse.scalingOf" . | fromYaml -}}yes{{- end -}}
 {{- range .root.Values.serve.deployments -}}
-{{- if eq (toString .name) $deployment -}}
-{{- with get . "autoscaling_config" -}}
-{{- $fewest = min $fewest (dig "min_replicas" 1 . | int) -}}
+{{- if and (eq (toString .name) $.deployment) (or (get . "autoscaling_config") (get . "num_replicas")) -}}yes{{- end -}}
 {{- end -}}
-{{- end -}}
-{{- end -}}
-{{- end -}}
-{{- $fewest -}}
 {{- end -}}
 
 {{/*
@@ -267,6 +306,41 @@ REDIS_PASSWORD: comes from gcsFaultTolerance.existingSecret
 REDIS_USERNAME: is gcsFaultTolerance.username, or comes from usernameKey there
 RAY_SERVE_ENABLE_HA_PROXY: follows from ingress.proxy
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up clients that do not read
+{{- end -}}
+
+{{/*
+Non-empty where all models lie on the one claim, which every pod mounts: what is missing where the application is built is
+missing everywhere. Other volumes may be a node's own.
+*/}}
+{{- define "drafthouse.areModelsEverywhere" -}}
+{{- $values := .Values -}}
+{{- $areThere := and $values.models.claim (not $values.models.volume) -}}
+{{- $speculative := dig "speculative_config" dict $values.config -}}
+{{- range prepend (prepend (dig "drafters" list $speculative) $speculative) $values.config.target -}}
+{{- with dig "model" "" . -}}
+{{- if not (hasPrefix (printf "%s/" (trimSuffix "/" $values.models.mountPath)) .) -}}{{- $areThere = false -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $areThere -}}yes{{- end -}}
+{{- end -}}
+
+{{/* Folders and files in `config` that are not absolute fail here: the application would refuse them where nobody looks. */}}
+{{- define "drafthouse.checkPaths" -}}
+{{- $speculative := dig "speculative_config" dict .Values.config -}}
+{{- $blocks := dict "config.target" .Values.config.target "config.speculative_config" $speculative -}}
+{{- range $index, $drafter := dig "drafters" list $speculative -}}
+{{- $_ := set $blocks (printf "config.speculative_config.drafters[%d]" $index) $drafter -}}
+{{- end -}}
+{{- range $place, $block := $blocks -}}
+{{- range $key := list "model" "compile.cache_dir" "retrieval.path" "retrieval.cache_dir" "profile_dir" -}}
+{{- $path := $block -}}
+{{- range splitList "." $key -}}{{- $path = dig . nil ($path | default dict) -}}{{- end -}}
+{{- if and (kindIs "string" $path) (not (hasPrefix "/" (toString $path))) -}}
+{{- $right := ternary (printf "a folder's path, such as %s/%s (models.mountPath)" (trimSuffix "/" $.Values.models.mountPath) (base ($path | default "draft"))) "a path" (eq $key "model") -}}
+{{- fail (printf "%s.%s: %q does not begin with /, and pods know no folder that it could be relative to: give %s" $place $key $path $right) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What contradicts itself fails here, before anything is changed. */}}
@@ -320,10 +394,14 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- if and $draft.maxWorkers (not $values.autoscaling.enabled) -}}
 {{- fail "draft.maxWorkers: needs autoscaling.enabled" -}}
 {{- end -}}
+{{- if and (gt (int $draft.maxWorkers) (int $draft.workers)) (not (include "drafthouse.isScaled" (dict "root" . "deployment" "DraftPool"))) -}}
+{{- fail (printf "draft.maxWorkers: nobody asks for more than the %d of draft.workers: give config.cluster.draft_pool.autoscaling, as {min_workers: 1, max_workers: %d}, or leave it out" (int $draft.workers) (int $draft.maxWorkers)) -}}
+{{- end -}}
 {{- end -}}
 {{- if not (dig "target" "model" "" $values.config) -}}
 {{- fail "config.target.model: is required" -}}
 {{- end -}}
+{{- include "drafthouse.checkPaths" . -}}
 {{- if and $values.apiKeys.insecure $values.apiKeys.existingSecret -}}
 {{- fail "apiKeys: insecure contradicts existingSecret; empty one of them" -}}
 {{- end -}}
@@ -335,6 +413,12 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- end -}}
 {{- if and $values.models.download (not $values.models.volume) -}}
 {{- fail "models.download: every pod would fetch into the one claim, together: give models.volume, a volume of each pod's own (emptyDir, hostPath), or fill the claim once by a Job of yours" -}}
+{{- end -}}
+{{- if and $values.huggingFace.existingSecret (not $values.models.download) -}}
+{{- fail "huggingFace.existingSecret: is for models.download alone, and that is empty: pods that serve ask no hub; empty it, or give models.download" -}}
+{{- end -}}
+{{- if and $values.rayAuth.existingSecret (not $values.rayAuth.enabled) -}}
+{{- fail "rayAuth.existingSecret: Ray asks for no token with rayAuth.enabled: false; empty it, or write true" -}}
 {{- end -}}
 {{- if and $values.gcsFaultTolerance.enabled (not $values.gcsFaultTolerance.redisAddress) -}}
 {{- fail "gcsFaultTolerance.redisAddress: is required" -}}
@@ -352,6 +436,9 @@ RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH: is the chart's, or nobody gave up cli
 {{- end -}}
 {{- if and $values.ingress.enabled (hasKey (dig "http" dict $values.config) "num_replicas") -}}
 {{- fail "config.http.num_replicas: doors have pods of their own, so their number is ingress.replicas; leave it out" -}}
+{{- end -}}
+{{- if and (gt (int $values.ingress.replicas) 1) (not $values.ingress.enabled) -}}
+{{- fail (printf "ingress.replicas: there are no pods for the door with ingress.enabled: false, so it decides nothing: write config.http.num_replicas: %d instead, or enable them" (int $values.ingress.replicas)) -}}
 {{- end -}}
 {{- range $pool := list "head" "ingress" "target" "draft" -}}
 {{- range $label, $_ := (index $values $pool).podLabels -}}

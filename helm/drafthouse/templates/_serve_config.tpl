@@ -53,6 +53,7 @@ The Serve config. What the pools decide is merged over `config`: one fact, one p
 {{- end -}}
 {{- $application := dict "name" "drafthouse" "route_prefix" "/" "import_path" "deploy.serve_config:build"
     "args" (dict "config" $config "insecure" $values.apiKeys.insecure) -}}
+{{- if include "drafthouse.areModelsEverywhere" . -}}{{- $_ := set $application.args "models_everywhere" true -}}{{- end -}}
 {{- if $deployments -}}{{- $_ := set $application "deployments" $deployments -}}{{- end -}}
 {{- if $values.serve.autoscalingPolicy -}}{{- $_ := set $application "autoscaling_policy" $values.serve.autoscalingPolicy -}}{{- end -}}
 proxy_location: EveryNode

@@ -187,8 +187,8 @@ class BlockAttention {
     base_ = step_.context_lens[block.sequence] - num_rows - step_.known(block.sequence);
     is_tree_ = step_.tree(block.sequence);
     for (int r = 0; r < block.count; ++r) {
-      const bool is_known = r > 0 && query_row(r) == query_row(r - 1);
-      own_[r] = is_known ? own_[r - 1] : base_ + (is_tree_ ? depth(r) : query_row(r));
+      const bool is_same = r > 0 && query_row(r) == query_row(r - 1);
+      own_[r] = is_same ? own_[r - 1] : base_ + (is_tree_ ? depth(r) : query_row(r));
       alignas(64) uint32_t units[kMaxHeadDim] = {};
       std::memcpy(units, op_.query.at(row(r), head(r)), layer_.head_dim * sizeof(T));
       uint32_t* target = query_ + r * num_words_;

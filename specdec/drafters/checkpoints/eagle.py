@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from specdec.core.errors import CheckpointError
 from specdec.drafters.base import TargetParts
 from specdec.drafters.checkpoints.borrowed import embedding_rows, has_own, stored_beside
 from specdec.drafters.checkpoints.described import described
@@ -55,6 +56,23 @@ def load_eagle(folder: DrafterFolder, target: TargetParts, dtype: torch.dtype | 
         is_ignored=lambda name: name in (embeddings, "lm_head.weight") or is_rotary_buffer(name),
         dtype=dtype,
     )
+
+
+def require_original(folder: DrafterFolder) -> None:
+    """Check that EAGLE's tensors in a folder are laid out as its authors do.
+
+    Of the versions of vLLM's first engine, for which heads were converted, some apply a norm before the first
+    layer and one behind the last, others neither, and files need not say for which they were made.
+
+    Raises:
+        CheckpointError: they were converted.
+    """
+    if "fc.weight" in folder.shapes and any(name.startswith("model.layers.") for name in folder.shapes):
+        raise CheckpointError(
+            f"{folder.path} holds an EAGLE head that was converted for vLLM's first engine (fc.weight beside "
+            "model.layers.*, keys of its layer under `model` in config.json): that is not supported; give it "
+            "as EAGLE's authors (SafeAILab) publish heads, with fc.weight beside layers.*"
+        )
 
 
 def save_eagle(drafter: Eagle, folder: Path) -> None:

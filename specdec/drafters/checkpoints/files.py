@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specdec.core.errors import CheckpointError
-from specdec.model.checkpoint import CONFIG_FILE, checked_header, open_checkpoint, open_folder
+from specdec.model.checkpoint import CONFIG_FILE, checked_header, open_checkpoint, open_folder, read_json
 
 WEIGHTS_FILE = "model.safetensors"
 _MODEL_FILES = (WEIGHTS_FILE, "model.safetensors.index.json")
@@ -26,6 +26,7 @@ FILES_OF_HEADS = {"medusa": "medusa_lm_head", "hydra": "hydra_lm_head"}
 """How files are called, but for their endings, that hold heads of these kinds alone."""
 _ENDINGS = (".safetensors", ".pt")
 _PICKLED_MODEL = "pytorch_model.bin"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 TensorFormat = Literal["safetensors", "pt"]
 
@@ -84,27 +85,27 @@ def open_drafter(path: str | Path, *, kind: str | None = None, allow_pickled: bo
     wanted = of_kind if of_kind or (has_model and kind is not None) else beside_model
     heads = [file for file in wanted if file.suffix == ".safetensors"]
     if heads:
-        return _opened(folder.path, folder.config, heads, {})
-    pickled = wanted
+        return _opened(folder.path, folder.config, heads)
+    pickled = wanted[:1]
     if has_model:
         files = open_checkpoint(path).weight_files
-        opened = _opened(folder.path, folder.config, files, {})
+        opened = _opened(folder.path, folder.config, files)
         if not _is_whole_model(opened.shapes):
             return opened
         if not (pickled and allow_pickled):
             beside = sorted(set(folder.path.glob("*.safetensors")) - {*files, *beside_model})
-            opened = _opened(folder.path, folder.config, (*files, *beside), {})
+            opened = _opened(folder.path, folder.config, (*files, *beside))
             return replace(opened, passed_over=tuple(beside_model))
-    elif not pickled and (folder.path / _PICKLED_MODEL).is_file():
-        pickled = [folder.path / _PICKLED_MODEL]
+    elif not pickled:
+        pickled = _pickled_model(folder.path)
     if not pickled:
         endings = _ENDINGS if allow_pickled else _ENDINGS[:1]
         names = [f"{name}{ending}" for ending in endings for name in FILES_OF_HEADS.values()]
         known = ", ".join((WEIGHTS_FILE, *names, *((_PICKLED_MODEL,) if allow_pickled else ())))
         raise CheckpointError(f"{folder.path} has no weights of a drafter (one of {known})")
     if not allow_pickled:
-        raise pickled_error(pickled[0])
-    return _opened(folder.path, folder.config, (pickled[0],), _unpickled(pickled[0]))
+        raise pickled_error(*pickled)
+    return _opened_pickled(folder.path, folder.config, pickled)
 
 
 def _files_of_heads(folder: Path) -> list[Path]:
@@ -116,9 +117,37 @@ def _files_of_heads(folder: Path) -> list[Path]:
     return found
 
 
+def _pickled_model(folder: Path) -> list[Path]:
+    """Return the pickled file of a model, or the parts that an index names; nothing where there is neither.
+
+    Raises:
+        CheckpointError: a part is missing, or the index.
+    """
+    if (folder / _PICKLED_MODEL).is_file():
+        return [folder / _PICKLED_MODEL]
+    index = folder / _PICKLED_INDEX
+    if not index.is_file():
+        if not (found := sorted(folder.glob("pytorch_model-*.bin"))):
+            return []
+        more = f" and {len(found) - 1} more files like it" if len(found) > 1 else ""
+        raise CheckpointError(
+            f"{folder} has {found[0].name}{more}, but no {index.name}, which names all of them: fetch it, too"
+        )
+    weight_map = read_json(index).get("weight_map")
+    named = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not named or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"{index}: weight_map must give a file name for every tensor")
+    parts = [folder / name for name in sorted(set(named))]
+    for part in parts:
+        if not part.is_file():
+            raise CheckpointError(f"{folder} lacks the weight file {part.name} that {index.name} names")
+    return parts
+
+
 def _is_whole_model(names: Collection[str]) -> bool:
     """Whether tensors of these names are a model's; EAGLE's may be called so, too, and have an `fc`."""
-    return "model.fc.weight" not in names and any(name.startswith("model.layers.0.") for name in names)
+    has_fc = any(name in names for name in ("fc.weight", "model.fc.weight"))
+    return not has_fc and any(name.startswith("model.layers.0.") for name in names)
 
 
 def write_drafter(
@@ -143,32 +172,41 @@ def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         torch.save(copied, file)
 
 
-def _opened(
-    path: Path, config: Mapping[str, Any], files: Iterable[Path], unpickled: dict[str, torch.Tensor]
-) -> DrafterFolder:
-    shapes = {name: tuple(tensor.shape) for name, tensor in unpickled.items()}
+def _opened(path: Path, config: Mapping[str, Any], files: Iterable[Path]) -> DrafterFolder:
+    shapes: dict[str, tuple[int, ...]] = {}
     places: dict[str, Path] = {}
     for file in files:
-        if file.suffix != ".safetensors":
-            places |= dict.fromkeys(unpickled, file)
-            continue
         for name, entry in json.loads(checked_header(file)).items():
             if name != "__metadata__":
                 shapes[name], places[name] = tuple(entry["shape"]), file
-    return DrafterFolder(path=path, config=config, shapes=shapes, files=places, unpickled=unpickled)
+    return DrafterFolder(path=path, config=config, shapes=shapes, files=places, unpickled={})
 
 
-def pickled_error(file: Path) -> CheckpointError:
-    """Return what is said of a pickled file that nobody allowed to be read."""
-    named = {"pytorch_model": WEIGHTS_FILE}.get(file.stem, f"{file.stem}.safetensors")
+def _opened_pickled(path: Path, config: Mapping[str, Any], files: Iterable[Path]) -> DrafterFolder:
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, Path] = {}
+    for file in files:
+        state = _unpickled(file)
+        tensors |= state
+        places |= dict.fromkeys(state, file)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return DrafterFolder(path=path, config=config, shapes=shapes, files=places, unpickled=tensors)
+
+
+def pickled_error(*files: Path) -> CheckpointError:
+    """Return what is said of a pickled file, or of the parts of one, that nobody allowed to be read."""
+    first, *others = files
+    what = f"{first} and {len(others)} more parts are" if others else f"{first} is"
+    named = WEIGHTS_FILE if first.stem.startswith("pytorch_model") else f"{first.stem}.safetensors"
     convert = (
         "import sys, torch; from safetensors.torch import save_file; "
-        "tensors = torch.load(sys.argv[1], map_location='cpu', weights_only=True); "
-        "save_file({name: one.clone() for name, one in tensors.items()}, sys.argv[2])"
+        "files = [torch.load(name, map_location='cpu', weights_only=True) for name in sys.argv[1:-1]]; "
+        "save_file({name: one.clone() for tensors in files for name, one in tensors.items()}, sys.argv[-1])"
     )
+    paths = " ".join(shlex.quote(str(file)) for file in (*files, first.with_name(named)))
     return CheckpointError(
-        f"{file} is pickled, and only safetensors are read unasked. Convert it: "
-        f'python -c "{convert}" {shlex.quote(str(file))} {shlex.quote(str(file.with_name(named)))} - or have '
+        f"{what} pickled, and only safetensors are read unasked. Convert it: "
+        f'python -c "{convert}" {paths} - or have '
         "it read as it is: speculative_config.allow_pickled_weights: true (of `drafthouse train`: "
         "--allow-pickled-weights)"
     )

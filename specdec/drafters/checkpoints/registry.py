@@ -11,7 +11,7 @@ import torch
 
 from specdec.core.errors import CheckpointError
 from specdec.drafters.base import Drafter, TargetParts
-from specdec.drafters.checkpoints.eagle import load_eagle
+from specdec.drafters.checkpoints.eagle import load_eagle, require_original
 from specdec.drafters.checkpoints.eagle3 import load_eagle3
 from specdec.drafters.checkpoints.files import FILES_OF_HEADS, DrafterFolder, open_drafter, pickled_error
 from specdec.drafters.checkpoints.hydra import ARCHITECTURE_KEY, load_hydra
@@ -90,6 +90,7 @@ def detect(folder: DrafterFolder) -> DrafterFormat:
     if any(name.startswith(HEAD_PREFIX) for name in names):
         return "parallel_heads"
     if names & _EAGLE_TENSORS or _is_headless_layer(folder):
+        require_original(folder)
         return "eagle"
     if pickled := [file for file in folder.passed_over if file.suffix != ".safetensors"]:
         raise pickled_error(pickled[0])

@@ -11,6 +11,8 @@ from specdec.core.decaying import moved
 
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
+_TELLING_TOKENS = 64
+"""What reading fewer takes is what a call takes, not what tokens do."""
 
 
 class DraftDeadlineConfig(StrictConfig):
@@ -115,6 +117,11 @@ class DraftPatience:
         """All that a round asked for arrived before its deadline."""
         self._late_since_s = None
         self._num_misses = 0
+
+    def has_read(self, spent_s: float, num_tokens: int) -> None:
+        """It has read so many tokens in `spent_s`, and drafted nothing in it."""
+        if num_tokens >= _TELLING_TOKENS and spent_s > 0.0:
+            self._token_s = moved(self._token_s, spent_s / num_tokens, _SMOOTHING)
 
     def measured(self, elapsed_s: float, num_entries: int, num_new_tokens: int) -> None:
         """A round took `elapsed_s` from question to answer."""

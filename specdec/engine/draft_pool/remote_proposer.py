@@ -105,6 +105,8 @@ class _Asked:
     num_new_tokens: int
     is_ahead: bool
     """Whether the coordinator did something else than wait for the answer."""
+    is_reading: bool
+    """Whether nothing but that tokens be read: there is an answer for each sequence, once that is done."""
 
 
 @dataclass(slots=True)
@@ -466,7 +468,9 @@ class RemoteProposer:
         is_awaited = worker in this_round.pending
         if is_awaited:
             num_new = num_awaited_new
-        talk.asked = _Asked(self._next_round, asked_s, len(entries), num_new, this_round is self._ahead)
+        talk.asked = _Asked(
+            self._next_round, asked_s, len(entries), num_new, this_round is self._ahead, not is_awaited
+        )
         self._next_round += 1
         if is_awaited and patience.is_waited_for(asked_s):
             this_round.give_up_s[worker] = asked_s + patience.deadline_s(len(entries), num_new)
@@ -578,8 +582,11 @@ class RemoteProposer:
             self._registry.told_length(link.worker, reply.max_length)
         pending = this_round.pending.get(link.worker)
         num_refused = self._counters["draft_sequences_refused"]
+        num_read = -self._num_read(reply.answers)
         for answer in reply.answers:
             self._take_answer(answer, pending, this_round)
+        if not any(answer.token_ids or answer.branches for answer in reply.answers):
+            link.patience.has_read(reply.draft_s, num_read + self._num_read(reply.answers))
         if self._counters["draft_sequences_refused"] > num_refused:
             link.vacancy.refused(self._clock.now_s())
         asked = talk.asked
@@ -590,7 +597,8 @@ class RemoteProposer:
                 elapsed_s = reply.draft_s
             else:
                 this_round.answered(elapsed_s)
-            link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
+            if not asked.is_reading:
+                link.patience.measured(elapsed_s, asked.num_entries, asked.num_new_tokens)
             talk.asked = None
         if pending is not None and not pending:
             link.patience.answered_in_time()
@@ -641,6 +649,11 @@ class RemoteProposer:
             )
         else:
             this_round.missed[answer.request_id] = "invalid"
+
+    def _num_read(self, answers: Sequence[ProposeAnswer]) -> int:
+        """Return how many tokens of these sequences have been read, as far as is known."""
+        known = (self._registry.registrations.get(answer.request_id) for answer in answers)
+        return sum(registration.read_len for registration in known if registration is not None)
 
     def _take_branches(self, answer: ProposeAnswer, expected: _Awaited, prepared: _Prepared) -> None:
         prepared.is_answered = True

@@ -202,7 +202,8 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
         "counter",
         "The same, by reason: there is no worker (none), none has a place or memory for it, it is too_long "
         "for all of them, it has too much to catch up on (behind), its worker was late, nothing was drafted "
-        "for what came true (miss), its worker has to begin anew (forgotten) or answered nonsense (invalid).",
+        "for what came true (miss), its worker has to begin anew (forgotten) or answered nonsense (invalid), "
+        "several workers have died of it (deadly).",
         labels=("reason",),
     ),
     "speculation_cache_hits": Series("counter", "Verdicts that a continuation had been drafted for."),
@@ -248,9 +249,9 @@ _OF_CONTROLLER: Mapping[str, Series] = {
     ),
     "speculation_pool_worth": Series(
         "gauge",
-        "Tokens per second with speculation over those without, the mean of the last two minutes; "
-        "at 1 or below drafters are not worth their devices.",
-        "mean",
+        "Tokens per second with speculation over those without, the mean of the last two minutes; of several "
+        "target groups, that which has most of it: at 1 or below drafters are not worth their devices.",
+        "max",
     ),
     "speculation_switches": Series("counter", "Changes of mode, and of whether to speculate."),
     "speculation_probe_rounds": Series(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -21,7 +22,7 @@ def num_probed(num_sequences: int) -> int:
     return min(max(_LEAST_PROBED, min(num_sequences // 4, _MOST_PROBED)), num_sequences)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """The options of one decision, of which one kind is what is done but for trials."""
 
@@ -92,8 +93,9 @@ class Comparison:
             return None
         return max(unknown, key=lambda option: self.rates[option.kind], default=None)
 
+    @cached_property
     def in_doubt(self) -> tuple[Option | None, bool]:
-        """Return what a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
+        """What a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
 
         That is what should be better than what is done, but was measured not to be. While speculation is off
         it may also be what is about as good, for what that takes is as much in doubt as what is accepted,

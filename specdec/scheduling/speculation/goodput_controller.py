@@ -397,7 +397,7 @@ class GoodputController:
         if reason == "no_gain" and len(options) == 1 and has_targets:
             reason = "latency_target"
         chosen: Ints = option.num_draft_tokens
-        asks_for_verdicts = reason == "probing" and compared.in_doubt()[1]
+        asks_for_verdicts = reason == "probing" and compared.in_doubt[1]
         is_partial = asks_for_verdicts and (option.kind == "lockstep" or option is compared.beyond_targets)
         if asks_for_verdicts and option.kind == "lockstep":
             chosen = np.where(batch.requested < 0, probed(chosen), chosen)

@@ -73,7 +73,7 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
         is_close = plain_rate >= (1.0 - ABOUT_AS_GOOD) * usual_rate
         length = TrialLength(fewest, _MOST_AUDIT_ROUNDS, num_unsettled("plain", compared.kind), is_close)
         trials.begin("auditing", length, _loss_s(compared.plain.tokens, plain_rate, usual_rate))
-    tried, asks_for_verdicts = compared.in_doubt()
+    tried, asks_for_verdicts = compared.in_doubt
     if tried is not None:
         number = num_probed(num_sequences)
         fewest = 3 if tried.kind == "lockstep" else _PIPELINED_PROBE_ROUNDS
@@ -91,7 +91,7 @@ def tried_or_usual(trials: Trials, compared: Comparison, longer: Option | None) 
     A trial that asks for what is not there any more ends.
     """
     trial = trials.current
-    tried, _ = compared.in_doubt()
+    tried, _ = compared.in_doubt
     if trial == "probing" and tried is not None:
         return tried, trial
     if trial == "auditing" and compared.usual is not compared.plain:

@@ -283,6 +283,16 @@ class TestDraftPool:
         assert both["drafting_share"] == pytest.approx(0.375)
         assert both["worth"] == pytest.approx(1.75)
 
+    def test_a_group_that_drafts_nothing_takes_no_worker_from_one_that_gains(self) -> None:
+        def of(num_requests: float, worth: float) -> DraftDemand:
+            return DraftDemand(
+                num_requests=num_requests, utilization=0.2, wait_share=0.0, hidden_share=None, worth=worth
+            )
+
+        gains, loses = of(4.0, 1.5), of(24.0, 0.7)
+        assert pool_stats([gains, loses])["worth"] == pytest.approx((4 * 1.5 + 24 * 1.0) / 28)
+        assert pool_stats([loses, loses])["worth"] == 1.0, "nobody gains: the pool is worth nothing"
+
 
 class Run:
     """Decides every second, from wishes, as Serve would carry them out."""

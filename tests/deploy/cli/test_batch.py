@@ -26,6 +26,7 @@ from specdec.core.errors import UserError
 from specdec.core.sampling_params import SamplingDefaults
 from specdec.engine.engine import Engine
 from specdec.engine.targets import local_target
+from tests.deploy.certificates import make_certificate
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 from tests.deploy.openai.live import live_server
 
@@ -139,6 +140,23 @@ def test_no_proxy_is_asked_for_this_machine(tmp_path: Path, monkeypatch: pytest.
     assert code == 0, stderr
 
 
+def test_a_certificate_that_cannot_be_verified_is_taken_when_that_is_asked_for(tmp_path: Path) -> None:
+    """As behind a port-forward, whose address no certificate names."""
+    requests, out = requests_in(tmp_path / "in", 3), tmp_path / "out"
+    tls = make_certificate(tmp_path)
+    files = {"ssl_certfile": tls.certificate_file, "ssl_keyfile": tls.key_file}
+    with live_server(Door().app, **files) as url:
+        code, _, stderr = invoke(requests, out, "--url", url)
+        assert code == 2
+        assert f"the certificate of {url} cannot be verified" in stderr
+        assert "--insecure" in stderr
+        assert "nothing answers" not in stderr
+        assert out.read_text() == ""
+        code, _, stderr = invoke(requests, out, "--url", url, "--insecure")
+    assert code == 0, stderr
+    assert len(results_of(out)) == 3
+
+
 def test_a_failure_is_in_the_exit_code_every_time(tmp_path: Path) -> None:
     requests, out = requests_in(tmp_path / "in", 2), tmp_path / "out"
     requests.write_text(requests.read_text() + "nonsense\n")
@@ -166,6 +184,7 @@ def test_mistakes(tmp_path: Path, config: Path) -> None:
         ((requests, tmp_path / "no" / "out"), "cannot be written"),
         ((requests, tmp_path / "pipe"), "is a pipe or a device"),
         ((requests, out, "--url", "http://x", "-c", config), "either --url, or --config"),
+        ((requests, out, "--insecure", "-c", config), "--insecure is for a server"),
         ((requests, out, "--url", "http://a:b"), "is not a URL"),
         ((requests, out, "--url", "ftp://x"), "is not a URL"),
         ((requests, out, "--url", "http://x", "--api-key", "schlüssel"), "(--api-key or DRAFTHOUSE_API_KEY)"),

@@ -12,11 +12,14 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from typer.testing import CliRunner
 
 from deploy.cli.main import app
 from specdec.core.errors import CapacityError
-from tests.deploy.openai.fakes import PIECES, Door
+from tests.deploy.certificates import make_certificate
+from tests.deploy.openai.fakes import PIECES, Door, ScriptedService
 from tests.deploy.openai.live import live_server
 
 runner = CliRunner()
@@ -90,6 +93,52 @@ def test_ctrl_c_tells_what_has_come_out_so_far(tmp_path: Path) -> None:
     complete = re.match(r"([123]) of \1 requests complete", stdout)
     assert complete is not None
     assert len(json.loads((tmp_path / "run").read_text())["requests"]) == int(complete[1])
+
+
+def test_a_certificate_that_cannot_be_verified_is_taken_when_that_is_asked_for(tmp_path: Path) -> None:
+    """As behind a port-forward, whose address no certificate names."""
+    tls = make_certificate(tmp_path)
+    files = {"ssl_certfile": tls.certificate_file, "ssl_keyfile": tls.key_file}
+    with live_server(Door().app, **files) as url:
+        arguments = (url, "-n", 3, "--rate", 500, "--prompt-length", 4)
+        code, stdout, stderr = invoke(*arguments)
+        assert code == 2
+        assert f"the certificate of {url} cannot be verified" in stderr
+        assert "--insecure" in stderr
+        assert "nothing answers" not in stderr
+        assert not stdout
+        code, stdout, stderr = invoke(*arguments, "--insecure")
+    assert code == 0, stderr
+    assert "3 of 3 requests complete" in stdout
+
+
+def test_a_server_that_loads_is_not_ready_yet() -> None:
+    with live_server(Door(ScriptedService(is_ready=False)).app) as url:
+        code, stdout, stderr = invoke(url, "-n", 2)
+    assert code == 1
+    assert f"{url} is not ready yet: no model is loaded" in stderr
+    assert not stdout
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "message"),
+    [
+        (PlainTextResponse("Path '/v1/models' not found. Ping ...", 404), 1, "is not ready yet (status 404)"),
+        (JSONResponse({"error": {"message": "loading"}}, 503), 1, "is not ready yet (status 503)"),
+        (PlainTextResponse("Internal Server Error", 500), 1, "is not ready yet (status 500)"),
+        (PlainTextResponse("404 page not found", 404), 2, "names no model (status 404): give --model"),
+        (JSONResponse({"detail": "Not Found"}, 404), 2, "names no model (status 404): give --model"),
+        (JSONResponse({"models": ["m"]}), 2, "names no model (status 200): give --model"),
+    ],
+)
+def test_a_server_that_starts_is_told_from_one_without_a_list(
+    answer: Response, code: int, message: str
+) -> None:
+    with live_server(answer, lifespan="off") as url:
+        found, stdout, stderr = invoke(url, "-n", 2)
+    assert found == code
+    assert message in stderr
+    assert not stdout
 
 
 class _Shell(socketserver.BaseRequestHandler):

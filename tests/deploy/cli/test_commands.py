@@ -331,6 +331,25 @@ def test_a_new_key_is_one_that_the_file_accepts(tmp_path: Path) -> None:
     assert "NAME must be" in user_error("keys", "new", "two words")
 
 
+def test_the_line_of_a_new_key_goes_into_a_file_and_the_key_to_its_owner(tmp_path: Path) -> None:
+    file = tmp_path / "keys.txt"
+    code, stdout, stderr = invoke("keys", "new", "alice", "--file", file, "--max-concurrency", 4)
+    assert code == 0
+    (text,) = stdout.splitlines()
+    assert text not in stderr
+    assert f"{file} has its line now" in stderr
+    code, stdout, _ = invoke("keys", "new", "bob", "--file", file)
+    assert code == 0
+    alice, bob = read_api_keys(file)
+    assert (alice.name, alice.max_concurrency, bob.name) == ("alice", 4, "bob")
+    assert [alice.digest, bob.digest] == [digest_api_key(text), digest_api_key(stdout.strip())]
+    code, stdout, stderr = invoke("keys", "new", "alice", "--file", file)
+    assert code == 2
+    assert "has a key named alice" in stderr
+    assert not stdout
+    assert read_api_keys(file) == (alice, bob)
+
+
 def test_no_cluster_at_the_address(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -23,7 +23,7 @@ from deploy.cli.main import app
 from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
 from deploy.status import Status
-from specdec.core.errors import TransportError
+from specdec.core.errors import DrafthouseError, TransportError, UserError
 from specdec.transport.status import (
     ChoiceStatus,
     DrafterStatus,
@@ -338,6 +338,16 @@ def test_something_else_answers() -> None:
         assert "is not Drafthouse" in stderr
 
 
+def test_a_server_without_route_is_not_ready_yet() -> None:
+    """What Serve's proxy answers until it knows of an application."""
+    answer = PlainTextResponse("Path '/v1/status' not found. Ping http://.../-/routes for routes.", 404)
+    with live_server(answer, lifespan="off") as url:
+        code, stdout, stderr = invoke(url)
+    assert code == 1
+    assert f"{url} is not ready yet" in stderr
+    assert not stdout
+
+
 def test_a_server_that_is_in_trouble_is_not_the_users_fault() -> None:
     def fail(_: object) -> PlainTextResponse:
         return PlainTextResponse("no replica", 503)
@@ -357,30 +367,51 @@ def test_a_service_that_cannot_be_reached_is_answered_as_everywhere() -> None:
         assert httpx.get(f"{url}/v1/status").status_code == 503
 
 
-def test_watching_goes_on_when_the_server_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second look fails, the third does not, the fourth is interrupted."""
-    looks: list[str] = []
-
-    def fetch(client: httpx.Client, url: str) -> Status:
-        looks.append(url)
-        if len(looks) == 2:
-            raise command.StatusUnavailable("away")
-        if len(looks) == 4:
-            raise KeyboardInterrupt
-        return status
-
+def see(monkeypatch: pytest.MonkeyPatch, *looks: DrafthouseError | None) -> None:
+    """Let the command fail so at its looks, or see a status (None), and be interrupted at the one after."""
+    left = iter(looks)
     with served() as url:
         status = msgspec.json.decode(httpx.get(f"{url}/v1/status").content, type=Status)
+
+    def fetch(client: httpx.Client, url: str) -> Status:
+        for error in left:
+            if error is None:
+                return status
+            raise error
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(command, "fetch", fetch)
     monkeypatch.setattr(command.time, "sleep", lambda _: None)
     monkeypatch.setattr(command, "Console", lambda **options: Console(width=120, **options))
+
+
+AWAY = command.StatusUnavailable("away")
+GONE = UserError("nothing answers")
+
+
+@pytest.mark.parametrize("looks", [(None, AWAY, GONE, None), (AWAY, GONE, None, None)])
+def test_watching_goes_on_when_the_server_is_away(
+    monkeypatch: pytest.MonkeyPatch, looks: tuple[DrafthouseError | None, ...]
+) -> None:
+    see(monkeypatch, *looks)
     code, stdout, _ = invoke("http://x", "--watch")
     assert code == 130
-    assert len(looks) == 4
     assert "coordinator-a" in stdout
 
 
-def test_watching_something_that_is_not_there_ends() -> None:
+@pytest.mark.parametrize("looks", [(None, AWAY, GONE, None), (AWAY, GONE, None, None)])
+def test_watching_as_json_goes_on_too(
+    monkeypatch: pytest.MonkeyPatch, looks: tuple[DrafthouseError | None, ...]
+) -> None:
+    see(monkeypatch, *looks)
+    code, stdout, stderr = invoke("http://x", "--watch", "--json")
+    assert code == 130
+    assert [json.loads(line)["object"] for line in stdout.splitlines()] == ["drafthouse.status"] * 2
+    assert stderr.splitlines() == ["error: away", "error: nothing answers"]
+
+
+@pytest.mark.parametrize("options", [("--watch",), ("--watch", "--json")])
+def test_watching_something_that_is_not_there_ends(options: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    assert invoke(f"127.0.0.1:{port}", "--watch")[0] == 2
+    assert invoke(f"127.0.0.1:{port}", *options)[0] == 2

@@ -19,7 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from deploy.api_keys import ApiKeysFile, follow_api_keys, line_of, new_api_key, read_api_keys
+from deploy.api_keys import (
+    ApiKeysFile,
+    add_api_key,
+    follow_api_keys,
+    line_of,
+    new_api_key,
+    read_api_keys,
+)
 from deploy.openai.app import create_app
 from deploy.openai.errors import ApiError
 from deploy.openai.keys import ApiKey, KeyRing, Usage, digest_api_key
@@ -455,6 +462,8 @@ def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
     [
         (DIGEST[:-1], "drafthouse keys new"),
         ("sha256:secret", "drafthouse keys new"),
+        ("secret", "fewer than 16 characters"),
+        ("tokens_per_minute=200000", "is a limit alone"),
         ("alice sk-secret", "sha256sum"),
         ("secret/name sha256:" + DIGEST, "is not `NAME sha256:HEX"),
         ("alice sha256:" + DIGEST[:-1], "is not `NAME sha256:HEX"),
@@ -480,13 +489,76 @@ def test_a_bad_line_is_named_and_not_shown(tmp_path: Path, line: str, message: s
 
 def test_a_key_as_it_is_works_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys"
-    write(file, f"first sha256:{DIGEST}", "sk-secret", "  another-secret")
+    keys = ("sk-secret-of-somebody", "another-secret==")
+    write(file, f"first sha256:{DIGEST}", keys[0], f"  {keys[1]}")
     with caplog.at_level(logging.WARNING, "deploy"):
         _, bare, other = read_api_keys(file)
-    assert (bare.digest, other.digest) == (digest_api_key("sk-secret"), digest_api_key("another-secret"))
+    assert (bare.digest, other.digest) == tuple(map(digest_api_key, keys))
     lines = [record.getMessage() for record in caplog.records]
     assert [f"{file}:2 " in lines[0], f"{file}:3 " in lines[1], len(lines)] == [True, True, 2]
     assert "secret" not in caplog.text.replace(str(tmp_path), "")
+
+
+@pytest.mark.parametrize("name", ["alice", "customer-support-of-the-north"])
+def test_a_line_that_was_broken_in_two_makes_no_key_of_its_name(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "keys"
+    write(file, name, f"sha256:{DIGEST} max_concurrency=4")
+    with pytest.raises(ConfigError, match=r"keys:1: is a word .* one line, `NAME sha256:HEX") as error:
+        read_api_keys(file)
+    assert name not in str(error.value)
+    write(file, f"{name} sha256:{DIGEST}")
+    assert read_api_keys(file)[0].name == name
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_key_beside_its_own_line_is_told_from_it(tmp_path: Path, place: int) -> None:
+    """As in a file that `drafthouse keys new` has written by its standard output."""
+    file = tmp_path / "keys"
+    text, key = new_api_key("alice", max_concurrency=None, tokens_per_minute=None)
+    lines = [line_of(key)]
+    lines.insert(place - 1, text)
+    write(file, *lines)
+    wanted = f"keys:2: line {place} is the key of line {3 - place} as it is: delete line {place}$"
+    with pytest.raises(ConfigError, match=wanted) as error:
+        read_api_keys(file)
+    assert text not in str(error.value)
+    lines.remove(text)
+    write(file, *lines)
+    assert read_api_keys(file) == (key,)
+
+
+def test_a_line_is_added_to_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    keys = [
+        new_api_key(name, max_concurrency=None, tokens_per_minute=9)[1] for name in ("alice", "bob", "eve")
+    ]
+    add_api_key(file, keys[0])
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    add_api_key(file, keys[1])
+    file.write_text("# of the team\n" + file.read_text().rstrip("\n"))
+    add_api_key(file, keys[2])
+    assert read_api_keys(file) == tuple(keys)
+    assert file.read_text() == "# of the team\n" + "".join(f"{line_of(key)}\n" for key in keys)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_line_is_added_to_nothing_that_would_be_refused(tmp_path: Path) -> None:
+    _, key = new_api_key("alice", max_concurrency=None, tokens_per_minute=None)
+    _, other = new_api_key("alice", max_concurrency=None, tokens_per_minute=None)
+    file = tmp_path / "keys"
+    os.mkfifo(tmp_path / "pipe")
+    for text, place, message in (
+        (f"{line_of(other)}\n", file, f"--file: {file} has a key named alice: give another name"),
+        ("team sk-secret\n", file, f"--file: {file}:1: is not "),
+        ("", tmp_path, f"--file: {tmp_path} is not a file"),
+        ("", tmp_path / "pipe", "pipe is not a file"),
+        ("", tmp_path / "no" / "keys", "keys cannot be written: No such file"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            add_api_key(place, key)
+        assert file.read_text() == text
 
 
 WORD = st.one_of(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -157,6 +159,33 @@ def test_a_filled_cache_is_loaded_without_a_lock(
     """Root may write to any folder, so that permissions would show nothing here."""
     monkeypatch.setattr(native, "_locked", lambda path: pytest.fail("locked"))
     assert load(source, filled).answer() == 41
+
+
+def test_a_lock_that_is_held_for_ever_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "_LOCK_TIMEOUT_S", 0.3)
+    lock = tmp_path / "kernel.lock"
+    with open(lock, "w", encoding="ascii") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with native._locked(lock):
+            pass
+    assert "building without it" in caplog.text
+    caplog.clear()
+    with native._locked(lock), open(lock, "w", encoding="ascii") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert not caplog.text
+
+
+def test_a_file_system_without_locks_keeps_nobody_from_building(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(lock: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(native.fcntl, "flock", no_locks)
+    with native._locked(tmp_path / "kernel.lock"):
+        pass
 
 
 def test_where_none_can_be_built_another_compilers_library_will_do(

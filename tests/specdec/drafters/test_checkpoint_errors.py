@@ -336,6 +336,11 @@ BROKEN: dict[str, tuple[Writer, Broken, list[str]]] = {
         change(speculators_model_type="dflash"),
         ["speculators_model_type is 'dflash'; one of eagle3, mtp"],
     ),
+    "EAGLE-1 of speculators": (
+        published.speculators_eagle3,
+        change(speculators_model_type="eagle"),
+        ["speculators_model_type is 'eagle'; one of eagle3, mtp"],
+    ),
     "speculator without its layer": (
         published.speculators_eagle3,
         change(transformer_layer_config=None),
@@ -415,6 +420,53 @@ def test_a_pickle_is_not_read_unasked_and_can_be_converted_as_it_is_said(
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def written_in_parts(folder: Path) -> tuple[Path, Path]:
+    """Write EAGLE as transformers once did what is large: pickled files, and an index of their tensors."""
+    config, tensors = published.eagle()
+    parts = folder / "pytorch_model-00001-of-00002.bin", folder / "pytorch_model-00002-of-00002.bin"
+    places = {name: parts[place % 2] for place, name in enumerate(sorted(tensors))}
+    for part in parts:
+        of_part = {name: tensor for name, tensor in tensors.items() if places[name] == part}
+        published.write(folder, config, of_part, part.name)
+    index = {"weight_map": {name: part.name for name, part in places.items()}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return parts
+
+
+def test_pickled_parts_are_read_and_converted_as_one_file_is(folder: Path, target: Target) -> None:
+    first, second = written_in_parts(folder)
+    with pytest.raises(CheckpointError) as refused:
+        load_drafter(folder, target.parts)
+    text = str(refused.value)
+    assert text.startswith(f"{first} and 1 more parts are pickled, and only safetensors are read unasked")
+    expected = load_drafter(folder, target.parts, allow_pickled=True).state_dict()
+    published.write(folder / "whole", *published.eagle(), MODEL)
+    whole = load_drafter(folder / "whole", target.parts).state_dict()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in whole.items())
+    command = shlex.split(text[text.index("python -c") : text.index(" - or have")])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)
+    first.unlink()
+    second.unlink()
+    found = load_drafter(folder, target.parts).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_pickled_parts_that_are_not_all_there(folder: Path, target: Target, allowed: bool) -> None:
+    first, second = written_in_parts(folder)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks the weight file {second.name} that pytorch_model"):
+        load_drafter(folder, target.parts, allow_pickled=allowed)
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": [second.name]}}))
+    with pytest.raises(CheckpointError, match="weight_map must give a file name for every tensor"):
+        load_drafter(folder, target.parts, allow_pickled=allowed)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=f"has {first.name}, but no {index.name}, which names all"):
+        load_drafter(folder, target.parts, allow_pickled=allowed)
+
+
 def test_a_pickle_that_would_run_something_is_not_even_opened_unasked(folder: Path, target: Target) -> None:
     published.write(folder, published.medusa()[0], {}, "medusa_lm_head.pt")
     (folder / "medusa_lm_head.pt").write_bytes(b"no pickle at all")
@@ -470,6 +522,20 @@ def test_drafters_of_blocks_are_told_apart_from_eagle(folder: Path, target: Targ
     published.write(folder, {**config, "architectures": ["DFlashDraftModel"]}, tensors, MODEL)
     with pytest.raises(CheckpointError, match=r"holds a DFlash drafter .*not supported; known are EAGLE"):
         load_drafter(folder, target.parts)
+
+
+def test_eagle_that_was_converted_for_vllm_is_told_apart_from_a_model(folder: Path, target: Target) -> None:
+    config, tensors = published.eagle()
+    converted = {name if "fc." in name else f"model.{name}": tensor for name, tensor in tensors.items()}
+    converted |= {f"model.{name}.weight": torch.ones(16) for name in ("norm", "layers.0.input_layernorm")}
+    converted |= {"lm_head.weight": torch.zeros(6, 16), "token_map": torch.arange(6)}
+    nested = {"model_type": "eagle", "architectures": ["EAGLEModel"], "truncated_vocab_size": 6}
+    published.write(folder, nested | {"model": config}, converted, MODEL)
+    with pytest.raises(
+        CheckpointError,
+        match=r"an EAGLE head that was converted for vLLM's first engine .* beside layers\.\*",
+    ):
+        load_drafter(folder, target.parts, kind="eagle")
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,11 @@ def _window() -> Keys:
     return {"method": "self", "kv": _STREAMING}
 
 
-def _heads(method: str, name: str | None = None, tree: KeysOf = _dynamic, kv: Keys | None = None) -> Drafter:
+def _heads(
+    method: str, name: str | None = None, tree: KeysOf = _dynamic, more: Keys | None = None
+) -> Drafter:
     def keys(files: Files) -> Keys:
-        model = files(name or method)
-        return {"method": method, "model": model, "cache": SMALL_CACHE, "kv": kv or {}}
+        return {"method": method, "model": files(name or method), "cache": SMALL_CACHE, **(more or {})}
 
     return Drafter(keys=keys, tree=tree)
 
@@ -177,6 +178,11 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
     "draft_model with a window": Drafter(
         keys=lambda files: {**_draft_model(files), "kv": _STREAMING}, tree=_dynamic, refused=_NO_HEADS
     ),
+    "draft_model behind lookups": Drafter(
+        keys=lambda files: {**_draft_model(files), "lookup_first": 2, "fallback": "ngram"},
+        tree=_dynamic,
+        refused=_NO_HEADS,
+    ),
     "self": Drafter(keys=lambda _: _window(), refused=_NO_HEADS),
     "layerskip": Drafter(
         keys=lambda _: {"method": "layerskip", "exit_layer": 2}, tree=_dynamic, refused=_NO_HEADS
@@ -193,10 +199,11 @@ DRAFTERS: Final[Mapping[str, Drafter]] = {
     "hydra": _heads("hydra", tree=_static),
     "hydra++": _heads("hydra", "hydra++"),
     "eagle": _heads("eagle"),
+    "eagle behind lookups": _heads("eagle", more={"lookup_first": 2}),
     "eagle3": _heads("eagle3"),
     "eagle3 of a part of the vocabulary": _heads("eagle3", "eagle3 of a part"),
     "eagle3.1": _heads("eagle3", "eagle3.1"),
-    "eagle3 with a window": _heads("eagle3", kv=_STREAMING),
+    "eagle3 with a window": _heads("eagle3", more={"kv": _STREAMING}),
     "mtp": _heads("mtp"),
     "mtp of three": _heads("mtp", "mtp of three"),
     "parallel_heads": _heads("parallel_heads"),

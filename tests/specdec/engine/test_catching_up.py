@@ -153,6 +153,21 @@ def test_what_takes_longer_than_a_round_is_not_waited_for() -> None:
     assert not patience.is_worth_waiting_for(101)
 
 
+def test_what_reading_takes_is_learnt_where_nothing_else_is_done() -> None:
+    """By what was read, in the time that the worker says, whatever else it was asked to read with it."""
+    cluster, worker, proposer = scripted({})
+    one = sequence("a")
+    assert propose(proposer, one)
+    (link,) = proposer._registry.links.values()
+    off_for(one, 400)
+    worker.replies, worker.draft_s = [{"token_ids": (), "num_unread": 100}], 0.6
+    assert not propose(proposer, one)
+    cluster.network.run_for(0.1)
+    one.commit((1,))
+    assert not propose(proposer, one)
+    assert link.patience._token_s == pytest.approx(0.6 / 300)
+
+
 def test_of_many_those_with_least_to_read_are_waited_for() -> None:
     cluster = cluster_of(4096)
     sequences = [sequence(f"s{index}") for index in range(4)]

@@ -8,12 +8,14 @@ import pydantic
 import pytest
 
 from specdec.engine.config import EngineConfig
+from specdec.proposers.config import HEAD_METHODS
 from specdec.proposers.draft_model_factory import draft_model_config
 from specdec.proposers.target_facts import TargetFacts
 
 CPU = {"attention_backend": "cpu"}
 FLASHINFER = {"attention_backend": "flashinfer"}
 DRAFT = {"method": "draft_model", "model": "draft"}
+HEADS = {"method": "eagle", "model": "heads"}
 
 
 def engine_config(target: dict[str, Any], draft: dict[str, Any] | None = None) -> EngineConfig:
@@ -72,7 +74,31 @@ def test_target_and_draft_choose_their_attention_apart() -> None:
             {**DRAFT, **CPU},
             r"speculative_config\.attention_backend: cpu .*not run float16: set dtype to float32 or bfloat16",
         ),
-        ({}, {"method": "ngram", **FLASHINFER}, "method ngram runs no model: leave out attention_backend"),
+        (
+            {},
+            {"method": "ngram", **FLASHINFER},
+            "attention_backend: flashinfer is about draft_model and heads .*; method ngram has none: leave",
+        ),
+        (
+            {},
+            {"method": "medusa", "model": "heads", **CPU},
+            "attention_backend: cpu is about .*; method medusa has none: leave it out",
+        ),
+        (
+            {},
+            {"method": "several", "drafters": [{"name": "a", "method": "ngram"}], **CPU},
+            "method several has none: write it with those of `drafters`",
+        ),
+        (
+            {},
+            {"method": "layerskip", "exit_layer": 1, **CPU},
+            "method layerskip drafts with the target's attention: leave it out, or write target.attention_b",
+        ),
+        (
+            {"dtype": "float16"},  # which heads run in, too
+            {**HEADS, **CPU},
+            r"speculative_config\.attention_backend: cpu .*not run float16: set dtype to float32 or bfloat16",
+        ),
         ({"attention_backend": "flash"}, None, "(?s)target.attention_backend.*'triton' or 'flashinfer'"),
         (
             {},
@@ -93,6 +119,13 @@ def test_attention_that_can_be_had(dtype: str) -> None:
     engine_config({"dtype": dtype, **FLASHINFER}, {**DRAFT, **FLASHINFER})
     engine_config({"dtype": "float32"}, {"dtype": "bfloat16", **DRAFT, **FLASHINFER})
     engine_config({"batch_invariant": True, "dtype": "float32", **CPU}, {"device": "cpu", **DRAFT, **CPU})
+
+
+@pytest.mark.parametrize("method", sorted(HEAD_METHODS - {"medusa"}))
+@pytest.mark.parametrize("place", ["target", "draft_pool"])
+def test_heads_with_keys_and_values_choose_their_attention(method: str, place: str) -> None:
+    config = engine_config({}, {**HEADS, "method": method, "heads_at": place, **CPU})
+    assert config.speculative_config.attention_backend == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -385,8 +385,23 @@ class TestFolders:
             train_drafter(recipe(muon_lr=0.02), chosen)
         with pytest.raises(ConfigError, match="holds a run with dtype 'float32', not 'bfloat16'"):
             train_drafter(recipe(), dataclasses.replace(chosen, dtype="bfloat16"))
-        with pytest.raises(ConfigError, match=r"holds a run with keep_hidden False, not True: give"):
-            train_drafter(recipe(), dataclasses.replace(chosen, keeps_hidden=True))
+        kept = r"holds a run with keep_hidden \(--keep-hidden or --hidden-folder\) False, not True: give"
+        keeping: list[dict[str, Any]] = [{"keeps_hidden": True}, {"hidden_folder": tmp_path / "states"}]
+        for changes in keeping:
+            with pytest.raises(ConfigError, match=kept):
+                train_drafter(recipe(), dataclasses.replace(chosen, **changes))
+
+    def test_states_are_rounded_from_the_first_step_to_the_last(
+        self, target_folder: Path, texts: Path, tmp_path: Path
+    ) -> None:
+        """Wherever they are kept: a run that went on with others would end with other weights."""
+        states = tmp_path / "states"
+        chosen = options(target_folder, texts, tmp_path, eval_texts=0, hidden_folder=states)
+        train_drafter(recipe(), chosen)
+        computed = dataclasses.replace(chosen, hidden_folder=None)
+        with pytest.raises(ConfigError, match=r"--keep-hidden or --hidden-folder\) True, not False: give"):
+            train_drafter(recipe(), computed)
+        train_drafter(recipe(), dataclasses.replace(computed, keeps_hidden=True))
 
     def test_other_texts_and_targets_are_called_so(self, copied: Path, texts: Path, tmp_path: Path) -> None:
         chosen = options(copied, texts, tmp_path, eval_texts=0)

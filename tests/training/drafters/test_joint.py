@@ -16,9 +16,12 @@ from deploy.cli.main import app
 from specdec.core.errors import ConfigError
 from specdec.core.sampling_params import SamplingParams
 from specdec.drafters.base import TargetParts
+from specdec.drafters.checkpoints.medusa import save_medusa
 from specdec.drafters.checkpoints.registry import load_drafter
+from specdec.drafters.medusa import Medusa
 from specdec.engine.config import EngineConfig
 from specdec.engine.engine import Engine
+from tests.specdec.drafters import published
 from tests.training.drafters.tiny_runs import TINY, losses, options
 from training.drafters.joint import joint_loss
 from training.drafters.low_rank import LowRankAdditions
@@ -155,6 +158,7 @@ def test_what_is_served_is_the_fine_tuned_target(
         ({"target_loss": "self"}, "--target-loss self needs --lora-rank"),
         ({"heads_first": 6}, r"--heads-first must be from 0 to one less than --steps \(6\)"),
         ({"lora_rank": -1}, "--lora-rank must be at least 1, or 0"),
+        ({"lora_alpha": 8.0}, "--lora-alpha scales what --lora-rank adds: give both, or leave it out"),
         ({"exit_layer": 2}, "--exit-layer is of method layerskip, not of medusa2"),
     ],
 )
@@ -178,6 +182,42 @@ def test_options_that_make_no_sense(
         train_drafter(recipe(), options(target_folder, texts, tmp_path, **changes))
 
 
+def converted(folder: Path, *, without: str) -> Path:
+    """Heads of the right depth and layers as they are converted for vLLM, but for one kind of tensors."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for head in range(3):
+        shapes[f"blocks.{head}.layers.0.weight"] = (16, 16)
+        shapes[f"blocks.{head}.layers.0.bias"] = (16,)
+        shapes[f"lm_heads.{head}.weight"] = (128, 16)
+    kept = {name: torch.zeros(shape) for name, shape in shapes.items() if without not in name}
+    keys = {"num_heads": 3, "num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 128}
+    return published.write(folder, keys, kept, published.MODEL)
+
+
+@pytest.mark.parametrize(
+    ("without", "text"),
+    [
+        ("lm_heads", r"heads\.0\.1\.weight is not there, and \(128, 16\) in those that are trained here"),
+        ("bias", r"heads\.0\.0\.linear\.bias is not there, and \(16,\) in those that are trained here"),
+    ],
+)
+def test_heads_to_start_from_that_are_put_together_otherwise(
+    target_folder: Path, texts: Path, tmp_path: Path, without: str, text: str
+) -> None:
+    folder = converted(tmp_path / "heads", without=without)
+    with pytest.raises(ConfigError, match=f"--start-from {folder}: {text}: leave it out"):
+        train_drafter(recipe(), options(target_folder, texts, tmp_path, start_from=folder))
+
+
+def test_another_depth_of_heads_to_start_from_is_named(
+    model: PreTrainedModel, target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "heads"
+    save_medusa(Medusa(TargetParts.of(model), num_heads=2), folder, base_model="target")
+    with pytest.raises(ConfigError, match=f"--start-from {folder} was made with --depth 2, not 3: give that"):
+        train_drafter(recipe(), options(target_folder, texts, tmp_path, start_from=folder))
+
+
 @pytest.mark.full
 def test_heads_can_be_started_from_those_of_medusa_1(
     target_folder: Path, texts: Path, tmp_path: Path
@@ -190,5 +230,5 @@ def test_heads_can_be_started_from_those_of_medusa_1(
         train_drafter(recipe(steps=10), one)
     assert losses(tmp_path / "further")[0]["d3"] < losses(tmp_path / "anew")[0]["d3"]
     wider = options(target_folder, texts, tmp_path / "wider", eval_texts=0, start_from=first.out)
-    with pytest.raises(ConfigError, match=r"must hold Medusa heads of this --depth \(4\)"):
+    with pytest.raises(ConfigError, match="was made with --depth 3, not 4: give that"):
         train_drafter(recipe(depth=4), wider)

@@ -502,6 +502,12 @@ def test_samples_have_a_temperature(tmp_path: Path, temperature: float) -> None:
         options(tmp_path, tmp_path, tmp_path, sample_temperature=temperature)
 
 
+def test_a_temperature_is_one_of_samples(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--sample-temperature is that of --samples: give both, or leave"):
+        options(tmp_path, tmp_path, tmp_path, sample_temperature=0.0)
+    assert options(tmp_path, tmp_path, tmp_path, sample_temperature=0.0, samples=4).samples == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -573,6 +579,50 @@ def test_fused_layers_that_the_published_layout_does_not_hold(
     assert not chosen.work.exists()
     train_drafter(recipe, dataclasses.replace(chosen, layout="speculators"))
     assert load_drafter(chosen.out, TargetParts.of(model)).hidden_layers == (1, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "text"),
+    [
+        (
+            {"method": "eagle"},
+            {"allow_pickled_weights": True},
+            "--allow-pickled-weights is about the files of --start-from: give both, or leave it out",
+        ),
+        (
+            {"method": "draft_model"},
+            {"allow_pickled_weights": True, "start_from": Path("small")},
+            "--allow-pickled-weights is not of method draft_model, which reads safetensors alone: leave it",
+        ),
+        (
+            {"method": "layerskip"},
+            {"allow_pickled_weights": True},
+            "--allow-pickled-weights is not of method layerskip, which reads safetensors alone: leave it",
+        ),
+        (
+            {"method": "draft_model", "on_policy": 1.0},
+            {"keeps_hidden": True},
+            "--keep-hidden does not go with --on-policy 1: all steps are on what the draft model has just",
+        ),
+        (
+            {"method": "draft_model", "on_policy": 1.0},
+            {"hidden_folder": Path("states")},
+            "--hidden-folder does not go with --on-policy 1: .*: leave it out",
+        ),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    target_folder: Path,
+    texts: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    changes: dict[str, Any],
+    text: str,
+) -> None:
+    chosen = options(target_folder, texts, tmp_path, **changes)
+    with pytest.raises(ConfigError, match=text):
+        train_drafter(DrafterRecipe(**(TINY | settings)), chosen)
+    assert not chosen.work.exists()
 
 
 def test_an_adapter_is_what_medusa2_alone_can_store(target_folder: Path, texts: Path, tmp_path: Path) -> None:

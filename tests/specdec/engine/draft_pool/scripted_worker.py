@@ -21,6 +21,8 @@ class Scripted:
         self.released: list[Release] = []
         self.replies: list[Mapping[str, object]] = []
         """Changes to the right answer, one per answer to send."""
+        self.draft_s = 0.0
+        """What each of them has taken, as it says."""
         cluster.proposer.set_workers([self.channel.address])
         cluster.network.serve(PeerId(name), self.serve)
 
@@ -43,7 +45,8 @@ class Scripted:
                     **changes,
                 }
                 answers.append(ProposeAnswer(**fields))  # type: ignore[arg-type]
-            self.channel.send(envelope.sender, ProposeReply(envelope.message.round_id, tuple(answers)))
+            reply = ProposeReply(envelope.message.round_id, tuple(answers), self.draft_s)
+            self.channel.send(envelope.sender, reply)
 
 
 def scripted(*replies: Mapping[str, object]) -> tuple[Cluster, Scripted, RemoteProposer]:

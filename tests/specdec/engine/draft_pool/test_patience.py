@@ -31,6 +31,17 @@ def test_prefill_is_given_its_time() -> None:
     assert patience.deadline_s(1, 100_000) == 1.0
 
 
+def test_what_it_reads_without_drafting_tells_what_a_token_takes() -> None:
+    patience = DraftPatience(CONFIG)
+    patience.measured(0.02, num_entries=1, num_new_tokens=2)
+    patience.has_read(0.05, 20)
+    assert patience.deadline_s(1, 1000) == 1.0, "so few say what a call takes"
+    patience.has_read(0.1, 1000)
+    assert patience.deadline_s(1, 1000) == pytest.approx(0.48), "nothing is taken off: nothing was drafted"
+    assert patience.is_worth_waiting_for(200)
+    assert not patience.is_worth_waiting_for(201)
+
+
 def test_a_dead_drafter_is_tried_ever_more_rarely_and_never_waited_for() -> None:
     patience = DraftPatience(CONFIG)
     assert patience.is_waited_for(0.0)

@@ -15,7 +15,7 @@ def test_why_what_is_done_is_done() -> None:
     assert compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}).reason == "no_gain"
     slower = compared("plain", {"plain": 1.0, "lockstep": 2.0}, {"lockstep": 0.5})
     assert slower.reason == "measured_slower"
-    assert slower.in_doubt() == (slower.options["lockstep"], False)
+    assert slower.in_doubt == (slower.options["lockstep"], False)
 
 
 @pytest.mark.parametrize("kind", ["plain", "lockstep"])
@@ -28,8 +28,8 @@ def test_what_requests_ask_for_is_a_reason_of_its_own(kind: Kind) -> None:
 def test_drafting_for_others_too_has_its_own_reason() -> None:
     off = asking(compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}), 4, 0)
     assert off.reason == "requested"
-    assert off.in_doubt() == (off.options["lockstep"], True)
-    assert replace(off, has_choice=False).in_doubt() == (None, False), "all others have a k of 0"
+    assert off.in_doubt == (off.options["lockstep"], True)
+    assert replace(off, has_choice=False).in_doubt == (None, False), "all others have a k of 0"
     assert asking(compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}), 4, 0).reason == "gain"
     assert asking(compared("plain", {"plain": 2.0, "lockstep": 1.0}, {}), 0, 0).reason == "no_gain"
 
@@ -41,9 +41,9 @@ def test_a_kind_that_is_not_there_is_plain_meanwhile() -> None:
 
 def test_what_targets_would_leave_is_asked_whatever_else_is_done() -> None:
     alone = compared("lockstep", {"plain": 1.0}, {})
-    assert alone.in_doubt() == (None, False)
+    assert alone.in_doubt == (None, False)
     tried = compared("lockstep", {"plain": 1.0, "lockstep": 2.0}, {}).usual
-    assert replace(alone, beyond_targets=tried).in_doubt() == (tried, True)
+    assert replace(alone, beyond_targets=tried).in_doubt == (tried, True)
 
 
 def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:

@@ -56,18 +56,18 @@ def test_where_there_are_no_drafts_they_are_not_left_out_but_asked_for() -> None
 def test_what_is_about_as_good_is_probed_as_it_would_be_done() -> None:
     """What it takes is in doubt, too: which the youngest alone would not tell."""
     close = asking(compared("plain", {"plain": 2.0, "lockstep": 1.9}, {}), *[0] * 8)
-    assert close.in_doubt() == (close.options["lockstep"], False)
+    assert close.in_doubt == (close.options["lockstep"], False)
     trials = Trials(0.5)
     for _ in range(64):
         trials.note_round(1.0, 0.0)
     begin_trial(trials, close, 8, None)
     assert (trials.current, trials.num_rounds_left) == ("probing", 12)
     worse = asking(compared("plain", {"plain": 2.0, "lockstep": 1.5}, {}), *[0] * 8)
-    assert worse.in_doubt() == (worse.options["lockstep"], True)
+    assert worse.in_doubt == (worse.options["lockstep"], True)
     few = asking(compared("plain", {"plain": 2.0, "lockstep": 1.9}, {}), *[0] * 4)
-    assert few.in_doubt() == (few.options["lockstep"], True), "it drafts for all of them anyway"
+    assert few.in_doubt == (few.options["lockstep"], True), "it drafts for all of them anyway"
     nothing = asking(compared("plain", {"plain": 2.0, "lockstep": 1.9}, {}), *[4] * 8)
-    assert nothing.in_doubt() == (nothing.options["lockstep"], True), "it drafts no more than is done"
+    assert nothing.in_doubt == (nothing.options["lockstep"], True), "it drafts no more than is done"
 
 
 def test_probes_draft_for_the_youngest() -> None:
