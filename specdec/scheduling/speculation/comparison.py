@@ -15,6 +15,9 @@ from specdec.scheduling.speculation.trials import ABOUT_AS_GOOD
 _LEAST_PROBED, _MOST_PROBED = 4, 16
 """Requests that a probe drafts for, in one round, where it only asks for verdicts: a quarter of them, within
 these."""
+_NEARLY_AS_GOOD = 0.15
+"""What a mode is thought to be worse by, as a share, for a few rounds of it not to be enough: those of one
+kind differ by a tenth, and what steps take beside one another is often expected wrongly by as much."""
 
 
 def num_probed(num_sequences: int) -> int:
@@ -36,6 +39,8 @@ class Comparison:
     """How much better something has to be to count as better, as a share."""
     little_known: Set[Kind] = frozenset()
     """Kinds of which few rounds have been seen, if any, or long ago."""
+    not_well_known: Set[Kind] = frozenset()
+    """Those of which not many have, either: too few to tell by less than a tenth how good they are."""
     has_choice: bool = True
     """Whether there is anybody without a k of its own."""
     beyond_targets: Option | None = None
@@ -81,14 +86,24 @@ class Comparison:
             (option.unbounded_rate or 0.0) > enough for option in self.options.values()
         )
 
-    def other_mode(self) -> Option | None:
-        """Return the best other mode of which little is known; None: there is none.
+    def is_nearly_as_good(self, option: Option) -> bool:
+        """Whether another way to draft is thought to be nearly as good as that which is done."""
+        is_on = self.usual.kind != "plain"
+        return is_on and self.rates[option.kind] >= self.usual_rate * (1.0 - _NEARLY_AS_GOOD)
 
-        While speculation is off there is one where another mode has been left for that: what is known of one
-        says little of the others.
+    def other_mode(self) -> Option | None:
+        """Return the best other mode of which too little is known; None: there is none.
+
+        Of one that is nearly as good more has to be known than of others. While speculation is off there is
+        one where another mode has been left for that: what is known of one says little of the others.
         """
         others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
-        unknown = [option for option in others if option.kind in self.little_known]
+        unknown = [
+            option
+            for option in others
+            if option.kind in self.little_known
+            or (option.kind in self.not_well_known and self.is_nearly_as_good(option))
+        ]
         if self.usual.kind == "plain" and (self.kind != "plain" or len(unknown) == len(others)):
             return None
         return max(unknown, key=lambda option: self.rates[option.kind], default=None)

@@ -379,6 +379,7 @@ class GoodputController:
             kind=kind,
             margin=self._settings.margin,
             little_known=self._evidence.little_known(self._round, options),
+            not_well_known=self._evidence.not_well_known(self._round, options),
             has_choice=bool((batch.requested < 0).any()),
             beyond_targets=self._beyond_targets(prospects),
         )

@@ -15,7 +15,7 @@ from specdec.scheduling.speculation.decision import (
 from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately
 from specdec.scheduling.speculation.goodput import Kind
 
-_FEW_ROUNDS = 5.0
+_FEW_ROUNDS, _NOT_MANY_ROUNDS = 5.0, 12.0
 _LARGEST_SURPRISE, _ENOUGH_PROPOSALS = 2.0, 12
 """Of what is accepted, and of how many proposals together: of fewer, half or twice as much is chance."""
 
@@ -51,6 +51,10 @@ class RoundEvidence:
     def little_known(self, now: int, kinds: Iterable[Kind]) -> Set[Kind]:
         """Return those kinds of which little has been seen, or long ago."""
         return {kind for kind in kinds if self._evidence.num_rounds(now, kind) < _FEW_ROUNDS}
+
+    def not_well_known(self, now: int, kinds: Iterable[Kind]) -> Set[Kind]:
+        """Return those kinds of which not much has been seen, or long ago: more than of the former."""
+        return {kind for kind in kinds if self._evidence.num_rounds(now, kind) < _NOT_MANY_ROUNDS}
 
     def goes_off(self, decision: Decision, ratio: float) -> bool:
         """Whether rounds take so much more or less than they did, over what was expected, that it is odd."""

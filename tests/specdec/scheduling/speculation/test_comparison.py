@@ -61,6 +61,16 @@ def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:
     assert replace(off, little_known={"lockstep"}).other_mode() is None
 
 
+def test_of_a_mode_that_is_nearly_as_good_more_has_to_be_known() -> None:
+    expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}
+    on = compared("ping_pong", expected, {})
+    known = {"lockstep", "draft_ahead"}
+    assert replace(on, not_well_known=known).other_mode() is on.options["draft_ahead"]
+    assert replace(on, not_well_known={"lockstep"}).other_mode() is None, "it is far from as good"
+    off = compared("plain", {"plain": 2.0, "lockstep": 1.9, "draft_ahead": 1.9}, {})
+    assert replace(off, not_well_known=known).other_mode() is None, "probes ask"
+
+
 def test_what_is_known_of_a_mode_that_was_left_says_little_of_another_one() -> None:
     """Unless none was run: then probes ask, which cost less."""
     expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 0.9, "draft_ahead": 1.2}

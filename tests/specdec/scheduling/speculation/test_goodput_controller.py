@@ -216,7 +216,7 @@ def test_what_is_slow_beside_others_is_tried_alone(name: str, number: int, chanc
 @pytest.mark.parametrize(
     ("name", "number", "chance", "modes", "lifetime", "compared", "before", "num_rounds"),
     [
-        ("gpu", 4, 0.8, ("lockstep", "draft_ahead"), 256, "lockstep", "draft_ahead", {2 + 7}),
+        ("gpu", 4, 0.8, ("lockstep", "draft_ahead"), 256, "lockstep", "draft_ahead", {2 + 16}),
         ("cpu", 4, 0.8, MODES, 32, "lockstep", "draft_ahead", {2 + 7}),
         (
             "expensive",
@@ -243,7 +243,8 @@ def test_one_comparison_makes_a_mode_known(
     num_rounds: set[int],
 ) -> None:
     """Rounds that are still of ping_pong (one or two), or before it, say nothing of another mode, nor do
-    those in which the drafter ends what it is at. Behind plain decoding all count.
+    those in which the drafter ends what it is at. Behind plain decoding all count. Of a mode that is nearly
+    as good there are more.
     """
     for seed in range(1, 25):
         controller = controller_of(profile_of(COSTS[name]), modes)

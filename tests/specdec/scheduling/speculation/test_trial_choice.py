@@ -92,6 +92,18 @@ def test_another_mode_is_compared_with_what_is_done() -> None:
     assert trials.current is None
 
 
+def test_a_mode_that_is_nearly_as_good_is_looked_at_for_longer() -> None:
+    """A few rounds would not tell which is better."""
+    trials = Trials(0.5)
+    on = compared("draft_ahead", {"plain": 0.1, "ping_pong": 1.8, "draft_ahead": 2.0}, {})
+    for _ in range(64):
+        trials.note_round(1.0, 0.0)
+    begin_trial(trials, replace(on, not_well_known={"ping_pong"}), 4, None)
+    assert (trials.current, trials.other_mode) == ("comparing", "ping_pong")
+    has_ended = [trials.note_round(1.0, 0.1) for _ in range(16)]
+    assert has_ended == [False] * 15 + [True]
+
+
 def test_a_comparison_that_nothing_is_told_by_ends() -> None:
     trials = Trials(0.5)
     on = compared("draft_ahead", {"plain": 0.1, "lockstep": 1.5, "draft_ahead": 2.0}, {})
