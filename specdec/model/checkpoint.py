@@ -151,15 +151,25 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         return
     if not (folder / _INDEX_FILE).is_file():
         raise CheckpointError(_weights_lack(folder))
-    weight_map = read_json(folder / _INDEX_FILE).get("weight_map")
+    yield from indexed_files(folder / _INDEX_FILE)
+
+
+def indexed_files(index: Path) -> Iterator[Path]:
+    """Yield the files that an index names, which lie beside it, each once and by name.
+
+    Raises:
+        CheckpointError: it names none, or one is not there.
+    """
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / _INDEX_FILE} has no weight_map")
+        raise CheckpointError(f"{index} has no weight_map")
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{folder / _INDEX_FILE}: weight_map must give a file name for every tensor")
+        raise CheckpointError(f"{index}: weight_map must give a file name for every tensor")
     for name in sorted(set(weight_map.values())):
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} lacks the weight file {name} that {_INDEX_FILE} names")
-        yield folder / name
+        file = index.parent / name
+        if not file.is_file():
+            raise CheckpointError(f"{index.parent} lacks the weight file {name} that {index.name} names")
+        yield file
 
 
 def _weights_lack(folder: Path) -> str:

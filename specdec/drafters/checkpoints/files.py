@@ -18,7 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from specdec.core.errors import CheckpointError
-from specdec.model.checkpoint import CONFIG_FILE, checked_header, open_checkpoint, open_folder, read_json
+from specdec.model.checkpoint import (
+    CONFIG_FILE,
+    checked_header,
+    indexed_files,
+    open_checkpoint,
+    open_folder,
+)
 
 WEIGHTS_FILE = "model.safetensors"
 _MODEL_FILES = (WEIGHTS_FILE, "model.safetensors.index.json")
@@ -133,15 +139,7 @@ def _pickled_model(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"{folder} has {found[0].name}{more}, but no {index.name}, which names all of them: fetch it, too"
         )
-    weight_map = read_json(index).get("weight_map")
-    named = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not named or not all(isinstance(name, str) for name in named):
-        raise CheckpointError(f"{index}: weight_map must give a file name for every tensor")
-    parts = [folder / name for name in sorted(set(named))]
-    for part in parts:
-        if not part.is_file():
-            raise CheckpointError(f"{folder} lacks the weight file {part.name} that {index.name} names")
-    return parts
+    return list(indexed_files(index))
 
 
 def _is_whole_model(names: Collection[str]) -> bool:
