@@ -205,7 +205,8 @@ class Apart:
 
     def controller(self) -> SpeculationController:
         """See `Deployment`."""
-        return controller_for(self.config, self.profile, modes_of(self.groups.proposer.capabilities))
+        modes = modes_of(self.groups.proposer.capabilities)
+        return controller_for(self.config, self.profile, modes, is_target_elsewhere=True)
 
     def close(self) -> None:
         """See `Deployment`."""

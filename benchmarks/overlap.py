@@ -283,7 +283,9 @@ class Bench:
         cell = _accepted_often(batch)
         self._groups.synthetic.acceptance = acceptance_of(cell.acceptance)
         modes = modes_of(self._groups.proposer.capabilities)
-        self._exchanged.current = controller_for(self._goodput, self._costs, modes)
+        self._exchanged.current = controller_for(
+            self._goodput, self._costs, modes, is_target_elsewhere=self._groups.target.is_elsewhere
+        )
         runs = [
             least_stolen(partial(self._run_short, cell, None, number)).result
             for number in range(_WARM_RUNS + _COUNTED_RUNS)

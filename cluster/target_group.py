@@ -173,7 +173,10 @@ class TargetGroup:
             tokenizer=self._tokenizer,
             scheduler=self._config.scheduler,
             controller=controller_for(
-                self._config, self._costs(target, proposer), modes_of(proposer.capabilities)
+                self._config,
+                self._costs(target, proposer),
+                modes_of(proposer.capabilities),
+                is_target_elsewhere=target.is_elsewhere,
             ),
             max_branches=speculative.max_branches,
             prefix_caching=self._config.cache.enable_prefix_caching,

@@ -50,6 +50,7 @@ def goodput(
     settings = ControllerSettings(
         max_draft_tokens=8,
         modes=modes,
+        is_target_elsewhere=True,
         max_branches=limits.max_branches,
         max_rows=limits.max_num_batched_tokens,
         max_sequences=limits.max_num_seqs,

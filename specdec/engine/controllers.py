@@ -67,9 +67,9 @@ def build_controller(
     """
     speculative = config.speculative_config
     if speculative.method == "none" or speculative.controller == "fixed":
-        return controller_for(config, assumed_profile(), modes)
+        return controller_for(config, assumed_profile(), modes, is_target_elsewhere=target.is_elsewhere)
     costs = cost_profile_of(config, target, proposer, draft_devices=draft_devices, progress=progress)
-    return controller_for(config, costs, modes)
+    return controller_for(config, costs, modes, is_target_elsewhere=target.is_elsewhere)
 
 
 def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
@@ -82,9 +82,15 @@ def modes_of(proposer: ProposerCapabilities) -> tuple[OverlapMode, ...]:
 
 
 def controller_for(
-    config: EngineConfig, profile: CostProfile, modes: Sequence[OverlapMode] = ("lockstep",)
+    config: EngineConfig,
+    profile: CostProfile,
+    modes: Sequence[OverlapMode] = ("lockstep",),
+    *,
+    is_target_elsewhere: bool = False,
 ) -> SpeculationController:
     """Return the controller that a configuration asks for, given costs and the overlaps that are possible.
+
+    `is_target_elsewhere`: whether the target's steps run beside what is done in this process.
 
     Raises:
         ConfigError: `overlap` asks for one that is not.
@@ -113,6 +119,7 @@ def controller_for(
     settings = ControllerSettings(
         max_draft_tokens=max(drafter_caps, default=speculative.num_speculative_tokens),
         modes=allowed,
+        is_target_elsewhere=is_target_elsewhere,
         num_rows_beside=speculative.num_rows_beside,
         max_branches=speculative.max_branches,
         caps_by_batch=speculative.num_speculative_tokens_per_batch_size,

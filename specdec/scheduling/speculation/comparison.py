@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -39,8 +39,8 @@ class Comparison:
     """How much better something has to be to count as better, as a share."""
     little_known: Set[Kind] = frozenset()
     """Kinds of which few rounds have been seen, if any, or long ago."""
-    not_well_known: Set[Kind] = frozenset()
-    """Those of which not many have, either: too few to tell by less than a tenth how good they are."""
+    last_compared: Mapping[Kind, int] = field(default_factory=dict)
+    """In which round kinds were run beside the one that is done, if they ever were."""
     has_choice: bool = True
     """Whether there is anybody without a k of its own."""
     beyond_targets: Option | None = None
@@ -91,22 +91,32 @@ class Comparison:
         is_on = self.usual.kind != "plain"
         return is_on and self.rates[option.kind] >= self.usual_rate * (1.0 - _NEARLY_AS_GOOD)
 
-    def other_mode(self) -> Option | None:
-        """Return the best other mode of which too little is known; None: there is none.
+    def is_better(self, option: Option) -> bool:
+        """Whether another way to draft is thought to be better than that which is done."""
+        is_on = self.usual.kind != "plain"
+        return is_on and self.rates[option.kind] > self.usual_rate * (1.0 + self.margin)
 
-        Of one that is nearly as good more has to be known than of others. While speculation is off there is
-        one where another mode has been left for that: what is known of one says little of the others.
+    def other_mode(self) -> Option | None:
+        """Return the other mode to look at next; None: there is none.
+
+        That is the best one that is thought to be better; or one of which little is known; or of those that
+        are nearly as good the one that was not looked at for longest, for that may change, and what is known
+        is never that exact. While speculation is off there is one where another mode has been left for that:
+        what is known of one says little of the others.
         """
         others = [option for kind, option in self.options.items() if kind not in ("plain", self.kind)]
-        unknown = [
-            option
-            for option in others
-            if option.kind in self.little_known
-            or (option.kind in self.not_well_known and self.is_nearly_as_good(option))
-        ]
+        unknown = [option for option in others if option.kind in self.little_known]
         if self.usual.kind == "plain" and (self.kind != "plain" or len(unknown) == len(others)):
             return None
-        return max(unknown, key=lambda option: self.rates[option.kind], default=None)
+        best_first = sorted(others, key=lambda option: -self.rates[option.kind])
+        for option in best_first:
+            if self.is_better(option):
+                return option
+        for option in best_first:
+            if option.kind in self.little_known:
+                return option
+        as_good = filter(self.is_nearly_as_good, best_first)
+        return min(as_good, key=lambda option: self.last_compared.get(option.kind, -1), default=None)
 
     @cached_property
     def in_doubt(self) -> tuple[Option | None, bool]:

@@ -19,6 +19,9 @@ _PROMPT_DECAY = 0.02
 _MUCH_DEARER = 2.0
 """Drafts that are thought to take so many times as long as they were measured to are in doubt: what made them
 so may be over."""
+_WAY = 0.5
+"""Of the time between the target and who waits for it, what the target does not spend itself, but could
+on another step. The rest is what its process does with messages."""
 _LONGEST_WIRE_S = 0.1
 """Between the target and who waits for it; what is longer counts as that."""
 
@@ -51,6 +54,11 @@ class CostLearning:
         if self._of_prompts_s.weight <= 0.0 or self._with_prompts.weight <= 0.0:
             return NO_PROMPTS
         return PromptLoad(self._with_prompts.value, self._of_prompts_s.value)
+
+    @property
+    def way_s(self) -> float:
+        """How much sooner than its answer is here the target is free for another step."""
+        return _WAY * self._wire_s
 
     def doubts_drafts(self, num_sequences: int) -> bool:
         """Return whether drafting for so many is thought to take much longer than the start has measured."""

@@ -119,6 +119,7 @@ class Foresight:
             prompts=self._learning.prompts,
             time_factors=time_factors,
             plain_s=plain_s,
+            way_s=self._way_s,
         )
 
     def by_cohort(
@@ -165,9 +166,9 @@ class Foresight:
         table = self._costs.verify.table(number, batch.context_tokens / parts, is_overlapped=is_overlapped)
         is_chosen = np.arange(batch.estimate.filled.shape[1]) < chosen[:, None]
         rows = (batch.num_sequences + float(batch.estimate.filled[is_chosen].sum())) / parts
-        verify_s = float(at_rows(table, rows)) + overhead_s
+        verify_s = float(at_rows(table, rows))
         if not has_drafts:
-            return verify_s * parts
+            return (verify_s + overhead_s) * parts
         draft_s = 0.0
         drafters = np.zeros(batch.num_sequences, dtype=np.int64) if batch.drafters is None else batch.drafters
         for place in np.unique(drafters).tolist():
@@ -181,7 +182,15 @@ class Foresight:
                 np.ceil(taking_part / parts), context, is_overlapped=is_overlapped
             )
             draft_s += float(steps_s[-1])
-        return parts * (max(draft_s, verify_s) if is_overlapped else draft_s + verify_s)
+        if not is_overlapped:
+            return draft_s + verify_s + overhead_s
+        if parts > 1 and (way_s := self._way_s) is not None:
+            return parts * max(draft_s + overhead_s, verify_s - way_s)
+        return parts * max(draft_s, verify_s + overhead_s)
+
+    @property
+    def _way_s(self) -> float | None:
+        return self._learning.way_s if self._settings.is_target_elsewhere else None
 
     def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float], plain_s: float) -> Option:
         evaluation = self.evaluate(cohort, time_factors, plain_s)

@@ -9,7 +9,9 @@ the same: the order is then by what they bring for what they cost, a draft atten
 (`kv.selection`), and its verification to the whole context. Time is that of a round:
 
     lockstep     T_draft + T_verify + overhead
-    ping_pong    twice max(T_verify + overhead, T_draft), each of half the batch
+    ping_pong    twice max(T_verify + overhead, T_draft), each of half the batch; where the target is
+                 elsewhere, what is done between steps goes on beside one, as the way of an answer does:
+                 twice max(T_verify - way, T_draft + overhead)
     draft_ahead  max(T_draft, T_verify) + overhead, where T_draft is that of all prepared continuations
 
 The maximum is the expected one of times that vary (`TimeSpread`): around the point where both take as long,
@@ -208,6 +210,7 @@ class Evaluation:
         prompts: PromptLoad = NO_PROMPTS,
         time_factors: Mapping[Kind, float] = MappingProxyType({}),
         plain_s: float | None = None,
+        way_s: float | None = None,
     ) -> None:
         """Look at a batch.
 
@@ -221,6 +224,8 @@ class Evaluation:
             time_factors: how many times as long as expected rounds take, by kind; 1 where nothing is said.
                 They bound rounds; what they mean for rates is for others to say.
             plain_s: seconds of a round without drafts, of all whom a stream waits for; None: of this batch.
+            way_s: of T_verify, what the target is at work on other steps in, if there are any: seconds; None:
+                its steps do not go on beside what is done between them.
         """
         self._batch = batch
         self._costs = costs
@@ -230,6 +235,7 @@ class Evaluation:
         self._prompts = prompts
         self._time_factors = time_factors
         self._plain_s = plain_s
+        self._way_s = way_s
         self._mean_context = batch.context_tokens / batch.num_sequences
         self._own_context_s: Floats | None = None
         """[S, K]: what draft rows cost the target more than those of a sequence of mean context; None: they
@@ -496,7 +502,7 @@ class Evaluation:
         draft_s = self._drafting_s(lambda taking_part: np.ceil(taking_part / 2), is_overlapped=True)
         verify_s = self._verify_s(table, cohort)
         tokens = num_sequences + self._gains
-        half_s = self._overlapping(draft_s, verify_s + self._overhead("ping_pong"), 0.5 * tokens)
+        half_s = self._of_cohort(draft_s, verify_s, self._overhead("ping_pong"), 0.5 * tokens)
         return self._best("ping_pong", tokens, half_s.times(2.0), draft_s, verify_s, least_draft_tokens)
 
     def cohort(self) -> Option | None:
@@ -507,8 +513,14 @@ class Evaluation:
         verify_s = self._verify_s(self._overlapped_table, self._batch.num_sequences)
         tokens = self._batch.num_sequences + self._gains
         draft_s = self._drafting_s(lambda part: part, is_overlapped=True)
-        half_s = self._overlapping(draft_s, verify_s + self._overhead("lockstep"), tokens)
+        half_s = self._of_cohort(draft_s, verify_s, self._overhead("lockstep"), tokens)
         return self._best("ping_pong", tokens, half_s.times(2.0), draft_s, verify_s)
+
+    def _of_cohort(self, draft_s: Floats, verify_s: Floats, overhead_s: float, tokens: Floats) -> _RoundTimes:
+        """Return how long rounds of a cohort of so many tokens are, another one's being under way."""
+        if self._way_s is None:
+            return self._overlapping(draft_s, verify_s + overhead_s, tokens)
+        return self._overlapping(draft_s, verify_s - self._way_s - overhead_s, tokens).plus(overhead_s)
 
     def draft_ahead(self, outlook: AheadOutlook, least_draft_tokens: int = 1) -> Option | None:
         """Return the best choice, of the number of continuations too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from specdec.core.decaying import kept_after
 from specdec.scheduling.speculation.batch_sizes import is_as_large
@@ -36,8 +36,17 @@ class KindSwitch:
         """Calm down for so long."""
         self._restless *= kept_after(seconds, _RESTLESS_S)
 
-    def review(self, now: int, rates: Mapping[Kind, float], num_sequences: int) -> bool:
+    def review(
+        self,
+        now: int,
+        rates: Mapping[Kind, float],
+        num_sequences: int,
+        are_compared: Callable[[Kind, Kind], bool] = lambda one, other: True,
+    ) -> bool:
         """Think over what is done in round `now`, given the tokens per second of each kind there is.
+
+        One way to draft takes another one's place where that is clearly better, or where both were compared
+        (`are_compared`): what is known of it is of other times, or of none, and a trial costs little.
 
         Returns:
             whether something else is done from now on.
@@ -61,7 +70,8 @@ class KindSwitch:
         is_urgent = best == "plain" and rates[best] > rates[current] * (1.0 + _URGENT)
         if not (has_changed or is_settled or is_urgent):
             return False
-        if rates[best] > rates[current] * (1.0 + margin):
+        is_told = "plain" in (current, best) or has_changed or is_clear or are_compared(current, best)
+        if is_told and rates[best] > rates[current] * (1.0 + margin):
             return self._set(now, best, num_sequences)
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.decision import (
@@ -15,7 +15,12 @@ from specdec.scheduling.speculation.decision import (
 from specdec.scheduling.speculation.evidence import Alarm, Evidence, Lately
 from specdec.scheduling.speculation.goodput import Kind
 
-_FEW_ROUNDS, _NOT_MANY_ROUNDS = 5.0, 12.0
+_FEW_ROUNDS = 5.0
+_OF_COMPARISON, _FROM_BEFORE = 16.0, 8.0
+"""Rounds of a comparison, and those that what was known of a mode before counts as at most. Rounds of a long
+time ago, and of another usual, tell less of which of two is better, however many they are."""
+_STILL_COMPARED = 256
+"""Rounds for which it is known which of two modes is better."""
 _LARGEST_SURPRISE, _ENOUGH_PROPOSALS = 2.0, 12
 """Of what is accepted, and of how many proposals together: of fewer, half or twice as much is chance."""
 
@@ -37,6 +42,8 @@ class RoundEvidence:
         self._num_proposals = 0
         """Of proposals since the last look at what is accepted of them."""
         self._lately = Lately()
+        self._compared: dict[tuple[Region, frozenset[Kind]], int] = {}
+        """When modes were last run beside one another."""
         self._ratios: list[float] = []
         """What rounds have taken over what was expected, of those as decided, since the decision."""
 
@@ -52,9 +59,33 @@ class RoundEvidence:
         """Return those kinds of which little has been seen, or long ago."""
         return {kind for kind in kinds if self._evidence.num_rounds(now, kind) < _FEW_ROUNDS}
 
-    def not_well_known(self, now: int, kinds: Iterable[Kind]) -> Set[Kind]:
-        """Return those kinds of which not much has been seen, or long ago: more than of the former."""
-        return {kind for kind in kinds if self._evidence.num_rounds(now, kind) < _NOT_MANY_ROUNDS}
+    def compare(self, now: int, usual: Kind, other: Kind, decision: Decision) -> None:
+        """Believe which of two modes is better, where enough rounds of both were seen just now.
+
+        What rounds of both have taken at other times tells that less well than one would think: the machine
+        was another one, and so were its costs.
+        """
+        beside, came = self._lately.ratio(usual), self._lately.ratio(other)
+        if beside is None or came is None:
+            return
+        self.take_in(now, decision)
+        region, evidence = decision.region, self._evidence
+        ratio = evidence.time_factor(now, usual, region) * came / beside
+        known = max(0.0, min(evidence.num_rounds(now, other) - _OF_COMPARISON, _FROM_BEFORE))
+        before = evidence.time_factor(now, other, region)
+        ratio = (known * before + _OF_COMPARISON * ratio) / (known + _OF_COMPARISON)
+        evidence.settle(now, other, region, ratio)
+        self._compared[region, frozenset((usual, other))] = now
+
+    def last_compared(self, kind: Kind, region: Region, others: Iterable[Kind]) -> Mapping[Kind, int]:
+        """Return in which round each of some kinds was run beside one of them, if it ever was."""
+        pairs = ((other, (region, frozenset((kind, other)))) for other in others if other != kind)
+        return {other: self._compared[pair] for other, pair in pairs if pair in self._compared}
+
+    def are_compared(self, now: int, region: Region, one: Kind, other: Kind) -> bool:
+        """Whether two kinds were run beside one another not long ago."""
+        then = self._compared.get((region, frozenset((one, other))))
+        return then is not None and now - then <= _STILL_COMPARED
 
     def goes_off(self, decision: Decision, ratio: float) -> bool:
         """Whether rounds take so much more or less than they did, over what was expected, that it is odd."""

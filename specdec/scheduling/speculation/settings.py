@@ -16,6 +16,8 @@ class ControllerSettings:
     """Largest k."""
     modes: tuple[OverlapMode, ...] = ("lockstep",)
     """Modes that may be chosen."""
+    is_target_elsewhere: bool = False
+    """Whether the target's steps run while this process does other things (`Target.is_elsewhere`)."""
     num_rows_beside: int = 0
     """Rows that drafting for a sequence adds to a round, whatever k."""
     max_branches: int = 4

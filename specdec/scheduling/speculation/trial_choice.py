@@ -29,7 +29,7 @@ _COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS = 7, 20
 """Enough for something to be known of a mode (`RoundEvidence.little_known`), for a while; and where rounds do
 not count, since requests come and go."""
 _CLOSELY_COMPARED_ROUNDS, _MOST_CLOSE_COMPARISON_ROUNDS = 16, 32
-"""The same for a mode that is nearly as good (`RoundEvidence.not_well_known`)."""
+"""The same for a mode that is nearly as good, or better: fewer would not tell."""
 
 
 def longer_drafts(

@@ -10,9 +10,9 @@ cost keeps them from asking. A trial begins when the allowance covers what it is
 what it has really lost; where that is much, it is put aside for as long as it takes. After each one that
 changed nothing, the next one of its kind waits twice as long.
 
-A probe pays for all its rounds together: with few requests, whose drafts are rarely accepted, most rounds
-lose and some gain much. And one of what is about as good either way waits no longer than until its share of
-the time since the last one covers it: only many verdicts tell that apart.
+A probe pays for all its rounds together, and so does a comparison: with few requests, whose drafts are rarely
+accepted, most rounds lose and some gain much. And a probe of what is about as good either way waits no longer
+than until its share of the time since the last one covers it: only many verdicts tell that apart.
 
 What the last one really lost counts there, too: by the model such rounds may gain. Audits of what is hardly
 better than nothing are as frequent as that costs little, for the same reason.
@@ -20,7 +20,8 @@ better than nothing are as frequent as that costs little, for the same reason.
 An audit asks whether nobody is worse off than without speculation. What it is expected to lose is just what
 is in doubt, so that the last one's real loss has a say in it; and while it loses nothing, beside what rounds
 have brought just before it, it goes on, because then what is believed is wrong. A comparison goes on until
-enough is known of the other mode. The first rounds of both, which are those of a change, are paid for but say
+enough is known of the other mode; one of what is thought to be better waits for none before it, only until
+its purse covers what it may lose. The first rounds of both, which are those of a change, are paid for but say
 nothing.
 """
 
@@ -46,6 +47,8 @@ _SHARES: Mapping[str, float] = {"audits": 0.5, "comparisons": 0.5, _OTHERS: 1.0}
 _FIRST_ALLOWANCES: Mapping[str, float] = {"audits": 2.0, "comparisons": 4.0, _OTHERS: 2.0}
 """Rounds whose time may be lost in a new situation before any time has passed. Next to nothing is known of
 modes that have never been run."""
+_PAID_TOGETHER: tuple[Trial, ...] = ("probing", "comparing")
+"""Trials whose rounds are paid for together: what the lucky ones gain the unlucky ones need not pay."""
 _LARGEST_DEBT = 2.0
 """Rounds whose time may be owed: what a trial loses beyond is not its own doing (the machine was busy)."""
 _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
@@ -56,6 +59,11 @@ _FEWEST_ROUNDS_BETWEEN: Mapping[Trial, int] = {
 }
 _FEWEST_ROUNDS_BEFORE_FIRST: Mapping[Trial, int] = {"auditing": 12, "comparing": 24}
 """Before the first one: what rounds without drafts take is known from the start's measurements alone."""
+_LEAST_LOSS = 0.03
+"""What a round of a comparison is thought to lose at least, as a share."""
+_FEWEST_ROUNDS_BEFORE_GAIN, _FEWEST_ROUNDS_BEFORE_NEXT_GAIN = 16, 48
+"""Between the beginning of any trial and a comparison with what is thought to be better: the first one, and
+those after it."""
 _MOST_DOUBLINGS: Mapping[Trial, int] = {"probing": 6, "auditing": 4, "stretching": 6, "comparing": 6}
 _MOST_DOUBLINGS_UNANSWERED = 3
 """Of probes in which there was not one draft: they say nothing of drafts, only that whoever makes them was
@@ -110,7 +118,7 @@ class Trials:
         self._lost_s = self._spent_s = 0.0
         """By the trial that is on, as the number of its rounds: of those that count."""
         self._to_pay_s = 0.0
-        """What all rounds of the probe that is on have lost, less what others of them have gained."""
+        """What all rounds of the trial that is on have lost, less what others of them have gained."""
         self._audit_loss_s: float | None = None
         """What a round of the last audit has lost."""
         self._probe_loss_s = 0.0
@@ -149,18 +157,29 @@ class Trials:
         is_paid = max(loss_s, last_s) * num_rounds <= share * self._seconds_since
         return is_close and is_paid and self._num_rounds_since >= _FEWEST_ROUNDS_BETWEEN[trial]
 
+    def _promises_gain(self, trial: Trial, loss_s: float) -> bool:
+        """Whether a comparison may begin, however little the last ones have changed, since it should gain."""
+        if self.current is not None or trial != "comparing" or loss_s >= 0.0:
+            return False
+        is_first = trial in self._first
+        fewest = _FEWEST_ROUNDS_BEFORE_GAIN if is_first else _FEWEST_ROUNDS_BEFORE_NEXT_GAIN
+        return self._num_rounds_since >= fewest
+
     def begin(self, trial: Trial, length: TrialLength, loss_s: float, other_mode: Kind | None = None) -> None:
         """Begin a trial for some rounds, if it is time for it, given what each is expected to lose.
 
         A comparison looks at `other_mode`.
         """
         allowance_s = self._allowances.get(_purse(trial))
-        if allowance_s is None or not (self.is_due(trial) or self._is_close_call(trial, length, loss_s)):
+        may_begin = self.is_due(trial) or self._is_close_call(trial, length, loss_s)
+        if allowance_s is None or not (may_begin or self._promises_gain(trial, loss_s)):
             return
         if trial == "auditing" and self._audit_loss_s is not None:
             loss_s = min(loss_s, self._audit_loss_s)
         needed_s = loss_s * (length.num_before + length.fewest)
         usual_s = _LARGEST_ALLOWANCE * self._round_s
+        if trial == "comparing":  # what it promises was promised before, maybe, and not kept
+            needed_s = max(needed_s, _LEAST_LOSS * self._round_s * (length.num_before + length.fewest))
         if needed_s > usual_s:  # fewer rounds say something, too, and most of those that are wrongly feared
             needed_s = max(usual_s, loss_s * (length.num_before + 1))
         if allowance_s <= needed_s:
@@ -226,7 +245,7 @@ class Trials:
             return False
         purse = _purse(self.current)
         to_pay_s = max(lost_s, 0.0)
-        if self.current == "probing":
+        if self.current in _PAID_TOGETHER:
             paid_s, self._to_pay_s = max(0.0, self._to_pay_s), self._to_pay_s + lost_s
             to_pay_s = max(0.0, self._to_pay_s) - paid_s
         allowances[purse] = max(allowances[purse] - to_pay_s, -_LARGEST_DEBT * round_s)
@@ -239,11 +258,17 @@ class Trials:
             self._num_counted += 1
             self._lost_s += lost_s
             self._spent_s += round_s
-        is_affordable = allowances[purse] > 0.0 or (self._has_caught_up and self._num_spent < self._fewest)
+        is_affordable = allowances[purse] > 0.0 or self._is_owed(allowances[purse], round_s)
         if self._rounds_left > 0 and is_affordable and not self._has_answer():
             return False
         self._end(self.current)
         return True
+
+    def _is_owed(self, allowance_s: float, round_s: float) -> bool:
+        """Whether a trial goes on though there is nothing left for it: it would have been in vain."""
+        if self.current == "comparing":
+            return self._num_counted < self._fewest and allowance_s > -_LARGEST_DEBT * round_s
+        return self._has_caught_up and self._num_spent < self._fewest
 
     def _has_answer(self) -> bool:
         """Whether the trial that is on need not go on."""

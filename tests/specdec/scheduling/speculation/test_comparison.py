@@ -48,6 +48,7 @@ def test_what_targets_would_leave_is_asked_whatever_else_is_done() -> None:
 
 def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:
     expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}
+    expected["draft_ahead"] = 1.6
     on = compared("ping_pong", expected, {})
     assert on.other_mode() is None
     for little_known, other in (
@@ -61,14 +62,30 @@ def test_of_other_modes_the_best_is_looked_at_that_little_is_known_of() -> None:
     assert replace(off, little_known={"lockstep"}).other_mode() is None
 
 
-def test_of_a_mode_that_is_nearly_as_good_more_has_to_be_known() -> None:
-    expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 1.5, "ping_pong": 2.0, "draft_ahead": 1.8}
+def test_modes_that_are_nearly_as_good_are_looked_at_in_turn() -> None:
+    expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 1.8, "ping_pong": 2.0, "draft_ahead": 1.9}
     on = compared("ping_pong", expected, {})
-    known = {"lockstep", "draft_ahead"}
-    assert replace(on, not_well_known=known).other_mode() is on.options["draft_ahead"]
-    assert replace(on, not_well_known={"lockstep"}).other_mode() is None, "it is far from as good"
+    assert on.other_mode() is on.options["draft_ahead"]
+    then: dict[Kind, int] = {"draft_ahead": 40}
+    assert replace(on, last_compared=then).other_mode() is on.options["lockstep"]
+    then["lockstep"] = 60
+    assert replace(on, last_compared=then).other_mode() is on.options["draft_ahead"]
+    worse = compared("ping_pong", {**expected, "draft_ahead": 1.6}, {})
+    assert replace(worse, last_compared=then).other_mode() is worse.options["lockstep"], (
+        "the other is far worse"
+    )
     off = compared("plain", {"plain": 2.0, "lockstep": 1.9, "draft_ahead": 1.9}, {})
-    assert replace(off, not_well_known=known).other_mode() is None, "probes ask"
+    assert off.other_mode() is None, "probes ask"
+
+
+def test_a_mode_that_is_thought_to_be_better_is_looked_at_first() -> None:
+    expected: dict[Kind, float] = {"plain": 1.0, "lockstep": 2.0, "ping_pong": 2.02, "draft_ahead": 2.1}
+    on = replace(
+        compared("lockstep", expected, {}), little_known={"ping_pong"}, last_compared={"draft_ahead": 9}
+    )
+    assert on.other_mode() is on.options["draft_ahead"]
+    assert on.is_better(on.options["draft_ahead"])
+    assert not on.is_better(on.options["ping_pong"]), "by less than the margin"
 
 
 def test_what_is_known_of_a_mode_that_was_left_says_little_of_another_one() -> None:

@@ -46,6 +46,17 @@ def test_steps_that_take_longer_and_what_lies_between_them() -> None:
     assert overheads.of(4, has_drafts=False) == pytest.approx(0.005)
 
 
+def test_of_the_way_to_the_target_and_back_a_part_is_the_targets_own() -> None:
+    learnt, _, _ = learning()
+    assert learnt.way_s == 0.0
+    for _ in range(200):
+        learnt.note(replace(PLAIN, target_s=0.018), DECISION)
+    assert 0.0005 < learnt.way_s < 0.0015, "of 2 ms"
+    before_s = learnt.way_s
+    learnt.note(replace(PLAIN, target_s=0.018, mode="ping_pong"), DECISION)
+    assert learnt.way_s == before_s, "there an answer waits for the other cohort's"
+
+
 def test_a_round_without_the_prompts_in_it_is_shorter() -> None:
     learnt, _, _ = learning()
     assert learnt.own_s(PLAIN, "plain", 0.025) == 0.025

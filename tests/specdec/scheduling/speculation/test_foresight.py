@@ -179,12 +179,31 @@ def test_prices_count_what_each_drafter_reads() -> None:
     assert drafted_s == pytest.approx(float(costs.drafts[0].by_steps(np.full(2, 2), 100.0)[-1]), rel=1e-6)
 
 
+def test_between_steps_of_a_target_that_is_elsewhere_another_one_goes_on() -> None:
+    """In ping_pong, and in the price of it; in other modes nothing goes on then."""
+    here, there = foresight_of(), foresight_of(replace(SETTINGS, is_target_elsewhere=True))
+    batch = here.batch_of([fake_request(str(number), 100) for number in range(4)])
+    outlook = AheadOutlook(rates=np.array([0.5, 0.3, 0.2, 0.1]), max_branches=4)
+    modes: Sequence[OverlapMode] = ("lockstep", "ping_pong", "draft_ahead")
+    for foresight in (here, there):
+        foresight._overheads.note(2, 0.001, has_drafts=True)
+        foresight._overheads.note(4, 0.001, has_drafts=True)
+    for kind, option in there.evaluate(batch, {}).options(modes, outlook).items():
+        usual = here.evaluate(batch, {}).options(modes, outlook)[kind]
+        saved_s = 0.002 if kind == "ping_pong" else 0.0
+        assert option.num_draft_tokens.tolist() == usual.num_draft_tokens.tolist()
+        assert usual.round_s - option.round_s == pytest.approx(saved_s)
+        saved_s = here.price_s(batch, usual) - there.price_s(batch, option)
+        assert saved_s == pytest.approx(0.002 if kind == "ping_pong" else 0.0)
+
+
+@pytest.mark.parametrize("is_target_elsewhere", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "lockstep", "ping_pong", "draft_ahead"])
-def test_prices_follow_costs(kind: Kind) -> None:
+def test_prices_follow_costs(kind: Kind, *, is_target_elsewhere: bool) -> None:
     """What an option was chosen by is about its price, which rises with what its steps cost."""
     number, context = (2, 200.0) if kind == "ping_pong" else (4, 400.0)
     is_overlapped = kind in ("ping_pong", "draft_ahead")
-    foresight = foresight_of()
+    foresight = foresight_of(replace(SETTINGS, is_target_elsewhere=is_target_elsewhere))
     verify = foresight._costs.verify
     batch = foresight.batch_of([fake_request(str(number), 100) for number in range(4)])
     outlook = AheadOutlook(rates=np.array([0.5, 0.3, 0.2, 0.1]), max_branches=4)

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.scheduling.speculation.acceptance import AcceptanceEstimate
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
-from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Option
+from specdec.scheduling.speculation.goodput import AheadOutlook, Batch, Evaluation, Kind, Option
 from specdec.scheduling.speculation.guesses import GuessRanks
 from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
 from tests.specdec.scheduling.speculation.world import COSTS, profile_of
@@ -294,6 +294,31 @@ def test_missing_proposals_cost_time_but_no_rows() -> None:
     assert seldom is not None
     assert seldom.tokens < always.tokens
     assert seldom.verify_s < always.verify_s
+
+
+def test_between_the_steps_of_a_target_that_is_elsewhere_nothing_is_lost_in_ping_pong() -> None:
+    """It works on the other cohort meanwhile, and while its answer is under way. Drafting waits for both."""
+    costs, batch = costs_of("cpu"), batch_of([[0.8] * 4] * 4)
+    overheads: dict[Kind, float] = {"ping_pong": 0.0002, "lockstep": 0.0002}
+
+    def half_s(way_s: float | None, costs: CostModel = costs, batch: Batch = batch) -> float:
+        evaluation = Evaluation(batch, costs, overheads, max_rows=640, way_s=way_s)
+        option = evaluation.ping_pong()
+        assert option is not None
+        cohort = Evaluation(batch.part(0, 2), costs, overheads, max_rows=640, way_s=way_s).cohort()
+        assert cohort is not None
+        assert cohort.round_s == pytest.approx(option.round_s)
+        assert option.verify_s > option.draft_s
+        return 0.5 * option.round_s
+
+    here_s = half_s(None)
+    assert half_s(0.0) == pytest.approx(here_s - 0.0002)
+    assert half_s(0.0001) == pytest.approx(here_s - 0.0003)
+    dear = costs_of("expensive")
+    drafting = Evaluation(batch, dear, overheads, max_rows=640, way_s=0.001).ping_pong()
+    assert drafting is not None
+    assert drafting.draft_s > drafting.verify_s - 0.001
+    assert 0.5 * drafting.round_s == pytest.approx(drafting.draft_s + 0.0002)
 
 
 def test_ping_pong_needs_two() -> None:

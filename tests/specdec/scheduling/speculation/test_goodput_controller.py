@@ -30,7 +30,7 @@ from specdec.scheduling.speculation.controller import (
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
-from specdec.scheduling.speculation.decision import Decision
+from specdec.scheduling.speculation.decision import Decision, Region
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.goodput_controller import GoodputController
@@ -1272,7 +1272,7 @@ def test_drafts_that_are_asked_for_without_gain_are_worth_nothing() -> None:
 def test_where_only_some_ask_for_drafts_the_others_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for goes on meanwhile, and is told."""
     controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
-    monkeypatch.setattr(controller, "_kind_for", lambda rates, num_sequences: "plain")
+    monkeypatch.setattr(controller, "_kind_for", lambda *_: "plain")
     world = asking_world(COSTS["expensive"], 0.02, [3, 3, None, 3, 3, None])
     reasons = set()
     while controller.state.reason != "probing":
@@ -1536,6 +1536,19 @@ def test_decisions_say_what_bounds_them() -> None:
     assert (both.reason, both.bounded_by) == ("no_gain", "batch_size")
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_mode_that_was_slower_once_is_looked_at_again(seed: int) -> None:
+    """What lies between its steps is in no cost, only in how long its rounds take; that changes."""
+    costs = COSTS["cpu"]
+    controller = controller_of(profile_of(costs), ("lockstep", "ping_pong"))
+    world = world_of(costs, 4, chance=0.8, seed=seed, gap_s=0.0007)
+    world.run(controller, 1500)
+    assert controller._switch.kind == "lockstep"
+    world.gap_s = -0.0007
+    world.run(controller, 2000)
+    assert controller._switch.kind == "ping_pong"
+
+
 @pytest.mark.parametrize("ratio", [1.01, 1.04])
 def test_a_pool_is_worth_it_where_drafting_is_what_is_done(
     ratio: float, monkeypatch: pytest.MonkeyPatch
@@ -1544,9 +1557,9 @@ def test_a_pool_is_worth_it_where_drafting_is_what_is_done(
     controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
     kind_for, ratios = controller._kind_for, itertools.chain([0.5], itertools.repeat(ratio))
 
-    def a_little_better(rates: dict[Kind, float], num_sequences: int) -> Kind:
+    def a_little_better(rates: dict[Kind, float], num_sequences: int, region: Region) -> Kind:
         rates["lockstep"] = next(ratios) * rates["plain"]
-        return kind_for(rates, num_sequences)
+        return kind_for(rates, num_sequences, region)
 
     monkeypatch.setattr(controller, "_kind_for", a_little_better)
     world = world_of(COSTS["cpu"], 4)

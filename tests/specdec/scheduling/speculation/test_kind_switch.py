@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.kind_switch import KindSwitch
 
 
@@ -30,6 +33,28 @@ def test_only_something_better_by_the_margin_and_not_too_soon() -> None:
 
 def test_plain_decoding_that_is_clearly_better_has_no_patience() -> None:
     assert switch_at_lockstep().review(1, {"plain": 2.2, "lockstep": 2.0}, 4)
+
+
+def test_one_way_to_draft_takes_another_ones_place_once_both_were_compared() -> None:
+    """Unless it is clearly better: what is known of it is of another time."""
+    better = {"plain": 1.0, "lockstep": 2.0, "ping_pong": 2.25}
+    clearly = {**better, "ping_pong": 2.4}
+    for rates, are_compared, is_switched in (
+        (better, False, False),
+        (better, True, True),
+        (clearly, False, True),
+        ({"plain": 2.25, "lockstep": 2.0}, False, True),
+    ):
+        switch = switch_at_lockstep()
+        asked = []
+
+        def tell(one: Kind, other: Kind, answer: bool = are_compared, asked: list[Any] = asked) -> bool:
+            asked.append((one, other))
+            return answer
+
+        assert switch.review(16, rates, 4, tell) == is_switched
+        assert asked in ([], [("lockstep", "ping_pong")])
+    assert switch_at_lockstep().review(1, better, 8, lambda *_: False), "there are twice as many sequences"
 
 
 def test_another_batch_has_no_patience_either() -> None:

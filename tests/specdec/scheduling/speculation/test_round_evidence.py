@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import DraftOutcome
 from specdec.scheduling.speculation.decision import Region
+from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.round_evidence import RoundEvidence
 
 REGION = Region(2, 0)
@@ -51,6 +53,51 @@ def test_an_audit_of_rounds_of_both_kinds_is_believed() -> None:
         evidence.note_time("plain", 1.0)
     evidence.settle(32, ("plain", "lockstep"), DECISION)
     assert evidence.factor(32, "lockstep", REGION) < 0.7
+
+
+def test_of_two_modes_that_one_is_better_that_was_so_side_by_side() -> None:
+    """Whatever rounds of both have taken at other times: the machine was another one then."""
+    evidence = RoundEvidence()
+    decision: Any = SimpleNamespace(region=REGION, option=SimpleNamespace(kind="ping_pong"), options={})
+    for _ in range(256):
+        evidence.note_time("ping_pong", 1.2)
+    evidence.take_in(256, decision)
+    usual: Any = SimpleNamespace(**{**vars(decision), "option": SimpleNamespace(kind="lockstep")})
+    for _ in range(256):
+        evidence.note_time("lockstep", 1.0)
+    evidence.take_in(512, usual)
+    evidence.forget_lately("ping_pong")
+
+    def compare(now: int) -> float:
+        for _ in range(16):
+            evidence.note_time("lockstep", 1.1)
+        evidence.take_in(now, usual)
+        for _ in range(16):
+            evidence.note_time("ping_pong", 0.99)
+        evidence.compare(now + 16, "lockstep", "ping_pong", decision)
+        lockstep, ping_pong = (
+            evidence.time_factor(now + 16, kind, REGION) for kind in ("lockstep", "ping_pong")
+        )
+        return ping_pong / lockstep
+
+    assert not evidence.are_compared(512, REGION, "lockstep", "ping_pong")
+    ratios = [compare(512 + 32 * number) for number in range(3)]
+    assert 0.98 < ratios[0] < 1.08, "as much as what was known before"
+    assert ratios[0] > ratios[1] > ratios[2] > 0.9
+    assert ratios[2] < 0.95
+    assert evidence.are_compared(592, REGION, "ping_pong", "lockstep")
+    assert not evidence.are_compared(1000, REGION, "ping_pong", "lockstep")
+    kinds: Sequence[Kind] = ("plain", "lockstep", "ping_pong")
+    assert evidence.last_compared("lockstep", REGION, kinds) == {"ping_pong": 592}
+
+
+def test_nothing_is_compared_where_too_few_rounds_were_seen() -> None:
+    evidence = RoundEvidence()
+    for _ in range(16):
+        evidence.note_time("lockstep", 1.0)
+    evidence.compare(16, "lockstep", "ping_pong", DECISION)
+    assert not evidence.are_compared(16, REGION, "lockstep", "ping_pong")
+    assert evidence.time_factor(16, "ping_pong", REGION) == 1.0
 
 
 def test_newcomers_are_not_odd() -> None:

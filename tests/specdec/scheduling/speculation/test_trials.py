@@ -229,6 +229,44 @@ def test_a_probe_pays_for_what_all_its_rounds_have_lost_together() -> None:
     assert left["unlucky"] < 3.0
 
 
+def test_a_comparison_pays_for_its_rounds_together_and_has_them_whatever_luck_they_have() -> None:
+    """Two rounds' time beyond its purse at most."""
+    ended_after = {}
+    for name, lost in (("lucky", (3.0, -3.0)), ("unlucky", (0.4, 0.4)), ("really slow", (3.0, 3.0))):
+        trials = Trials(0.004)
+        rounds(trials, 30)
+        before_s = trials._allowances["comparisons"]
+        trials.begin("comparing", TrialLength(16, 32), -0.1 * ROUND_S, "ping_pong")
+        assert trials.current == "comparing"
+        ends = (trials.note_round(ROUND_S, each * ROUND_S) for each in itertools.cycle(lost))
+        ended_after[name] = 1 + list(itertools.takewhile(lambda is_over: not is_over, ends)).count(False)
+        if name == "lucky":
+            assert trials._allowances["comparisons"] >= 0.9 * before_s
+    assert ended_after == {"lucky": 16, "unlucky": 16, "really slow": 3}
+
+
+def test_a_comparison_with_what_is_thought_better_waits_for_its_purse_alone() -> None:
+    """What it promises was promised before, and not kept, if its purse is empty."""
+    waited = []
+    trials = Trials(0.004)
+    for loss in (0.0, 0.0, 0.4, 0.4):
+        number = 0
+        while trials.current is None:
+            trials.begin("comparing", TrialLength(16, 32), -0.02 * ROUND_S, "ping_pong")
+            number += trials.current is None
+            if trials.current is None:
+                trials.note_round(ROUND_S, 0.0)
+        while not trials.note_round(ROUND_S, loss * ROUND_S):
+            pass
+        waited.append(number)
+    assert waited[:3] == [16, 32, 32], waited
+    assert waited[3] > 200, waited
+    unwanted = Trials(0.004)
+    rounds(unwanted, 20)
+    unwanted.begin("comparing", TrialLength(16, 32), 0.02 * ROUND_S, "ping_pong")
+    assert unwanted.current is None
+
+
 def test_what_was_paid_to_catch_up_is_not_in_vain() -> None:
     """A probe for which a drafter had much to read has its rounds all the same, however much that was."""
     for is_spent, expected in ((True, 1), (False, 4)):

@@ -235,6 +235,8 @@ class World:
     """Of requests, in turn."""
     stand_ins: float | None = None
     """draft_ahead: acceptance of tokens that stand in where nothing was prepared; None: nothing does."""
+    gap_s: float = 0.0
+    """ping_pong: what lies between a step and the next one that nobody tells of."""
     beside: float = 1.0
     """Drafter and target both take so many times as long where they work at the same time."""
     reading_s: float = 0.0
@@ -429,7 +431,7 @@ class World:
         draft_s = self.costs.drafting(chosen, [float(one.draft_context) for one in requests]) * beside
         self._drafter_free = max(self._landed, self._drafter_free) + draft_s
         start = max(self._drafter_free, self._target_free)
-        self._target_free = start + verify_s + self.costs.overhead(len(requests))
+        self._target_free = start + verify_s + self.costs.overhead(len(requests)) + self.gap_s
         self._was_ahead = False
         draft_luck, verify_luck = self._luck(), self._luck()
         observation = RoundObservation(
