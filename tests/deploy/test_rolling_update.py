@@ -87,10 +87,25 @@ def test_models_that_this_node_has_not_are_not_checked_and_that_is_told(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("room", [pytest.param(3, id="in-place"), pytest.param(5, id="surge")])
 def test_no_request_fails(models: Path, room: int) -> None:
+    said = run_script("rolling.py", models, str(room))
+    assert "updated without a failed request" in said
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_streams_that_outlast_the_drain_time_go_on_elsewhere(models: Path) -> None:
+    """Behind several doors. Those of a former target end, and their clients are told."""
+    assert "updated without a wrong token" in run_script("long_streams.py", models)
+
+
+def run_script(name: str, models: Path, *arguments: str) -> str:
+    """Run a script that begins a Ray of its own; return what it has said."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    script = Path(__file__).with_name("rolling.py")
+    script = Path(__file__).with_name(name)
     result = subprocess.run(
-        [sys.executable, str(script), str(models), str(free_port()), str(room)],
+        [sys.executable, str(script), str(models), str(free_port()), *arguments],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -100,4 +115,4 @@ def test_no_request_fails(models: Path, room: int) -> None:
     )
     sys.stdout.write(result.stdout)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    assert "updated without a failed request" in result.stdout
+    return result.stdout

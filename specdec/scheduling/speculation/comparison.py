@@ -41,6 +41,8 @@ class Comparison:
     """Kinds of which few rounds have been seen, if any, or long ago."""
     last_compared: Mapping[Kind, int] = field(default_factory=dict)
     """In which round kinds were run beside the one that is done, if they ever were."""
+    just_compared: Set[Kind] = frozenset()
+    """Those of them that were not long ago."""
     has_choice: bool = True
     """Whether there is anybody without a k of its own."""
     beyond_targets: Option | None = None
@@ -122,7 +124,8 @@ class Comparison:
     def in_doubt(self) -> tuple[Option | None, bool]:
         """What a probe does, and whether it only asks for verdicts; None: there is nothing to look at.
 
-        That is what should be better than what is done, but was measured not to be. While speculation is off
+        That is what should be better than what is done, but was measured not to be, and not just now beside
+        it. While speculation is off
         it may also be what is about as good, for what that takes is as much in doubt as what is accepted,
         where there are more requests than a probe drafts for that only asks for verdicts; or else lockstep,
         which tells most of acceptance in few rounds. Not where everybody has a k of its own, for then there
@@ -135,7 +138,7 @@ class Comparison:
         best = max(others, key=lambda option: option.rate, default=None)
         is_off = self.kind == "plain" and self.has_choice
         if best is not None and best.rate > self.usual_rate * (1.0 + self.margin):
-            return best, False
+            return (None, False) if best.kind in self.just_compared else (best, False)
         if best is not None and is_off and best.rate > self.usual_rate * (1.0 - ABOUT_AS_GOOD):
             drafts_more = best.num_draft_tokens > self.plain.num_draft_tokens
             if drafts_more.any() and num_probed(len(drafts_more)) < len(drafts_more):

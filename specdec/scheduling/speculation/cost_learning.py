@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from specdec.core.decaying import DecayingMean, moved
+from specdec.core.decaying import DecayingMean
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import RoundObservation
 from specdec.scheduling.speculation.cost import CostModel, VerifyShape
@@ -14,7 +14,6 @@ from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.settling import kind_of
 from specdec.scheduling.speculation.time_spread import NO_PROMPTS, PromptLoad
 
-_WIRE_DECAY = 0.05
 _PROMPT_DECAY = 0.02
 _MUCH_DEARER = 2.0
 """Drafts that are thought to take so many times as long as they were measured to are in doubt: what made them
@@ -22,8 +21,6 @@ so may be over."""
 _WAY = 0.5
 """Of the time between the target and who waits for it, what the target does not spend itself, but could
 on another step. The rest is what its process does with messages."""
-_LONGEST_WIRE_S = 0.1
-"""Between the target and who waits for it; what is longer counts as that."""
 
 
 class CostLearning:
@@ -42,7 +39,8 @@ class CostLearning:
         self._overheads = overheads
         self._has_several_drafters = has_several_drafters
         self._budgeted_drafter = budgeted_drafter
-        self._wire_s = 0.0
+        self._wire = Overheads()
+        """Between the target's own work on a step and who waits for its answer."""
         self._with_prompts = DecayingMean()
         """Rounds that read prompts, for each token."""
         self._of_prompts_s = DecayingMean()
@@ -55,10 +53,9 @@ class CostLearning:
             return NO_PROMPTS
         return PromptLoad(self._with_prompts.value, self._of_prompts_s.value)
 
-    @property
-    def way_s(self) -> float:
-        """How much sooner than its answer is here the target is free for another step."""
-        return _WAY * self._wire_s
+    def way_s(self, num_sequences: int) -> float:
+        """Return how much sooner than its answer is here the target is free for another step."""
+        return _WAY * self._wire.of(num_sequences, has_drafts=True)
 
     def doubts_drafts(self, num_sequences: int) -> bool:
         """Return whether drafting for so many is thought to take much longer than the start has measured."""
@@ -98,11 +95,12 @@ class CostLearning:
         target_s = observation.target_s
         if observation.mode != "ping_pong":
             self._costs.verify.note(shape, observation.verify_s, is_overlapped=is_overlapped)
-            if target_s is not None:
-                wire_s = min(observation.verify_s - target_s, _LONGEST_WIRE_S)
-                self._wire_s = moved(self._wire_s, wire_s, _WIRE_DECAY)
+            if target_s is not None and observation.num_prompt_rows == 0:
+                has_drafts = kind_of(observation) != "plain"
+                self._wire.note(shape.num_sequences, observation.verify_s - target_s, has_drafts=has_drafts)
         elif target_s is not None:
-            self._costs.verify.note(shape, target_s + self._wire_s, is_overlapped=is_overlapped)
+            wire_s = self._wire.of(shape.num_sequences, has_drafts=True)
+            self._costs.verify.note(shape, target_s + wire_s, is_overlapped=is_overlapped)
 
     def _note_drafts(self, observation: RoundObservation, decision: Decision, context: float) -> None:
         budgets = observation.budgets or {one.request_id: one.num_drafted for one in observation.outcomes}

@@ -117,6 +117,10 @@ class _Sums:
         self.came = DecayingMean(max(0.0, ratio * (expected + doubted) - doubted * believed), expected)
         self.last_round = now
 
+    def rescale(self, factor: float) -> None:
+        """As if so many times as much had come."""
+        self.came = DecayingMean(factor * self.came.total, self.came.weight)
+
     def _freshness(self, now: int) -> float:
         age = now - self.last_round
         return 1.0 if age <= 1 else kept_after(age, self.half_life)
@@ -172,6 +176,15 @@ class Evidence:
         here = self._times_here.setdefault((kind, region), new)
         here.set_ratio(now, ratio, _DOUBTED_REGION_ROUNDS, overall.ratio(now, _DOUBTED_ROUNDS))
 
+    def rescale(self, kind: Kind, factor: float) -> None:
+        """Believe that rounds of a kind take so many times as long as was thought, wherever they are run."""
+        for sums in (
+            self._times.get(kind),
+            *(one for (its, _), one in self._times_here.items() if its == kind),
+        ):
+            if sums is not None:
+                sums.rescale(factor)
+
     def factor(self, now: int, kind: Kind, region: Hashable) -> float:
         """Return by what the model's goodput of a kind has to be multiplied."""
         return self.token_factor(now, kind) / self.time_factor(now, kind, region)
@@ -220,7 +233,8 @@ class Lately:
 
 
 class Overheads:
-    """Seconds of a round that are neither drafting nor verifying: running medians.
+    """Seconds of a round that are neither drafting nor verifying, or others that pauses must not count in:
+    running medians.
 
     By number of sequences, and by whether there were drafts; where one of both is not known, it is as the
     other. Rounds with drafts never have less to do: where it seems so, the machine was slower at one time

@@ -78,7 +78,8 @@ class Foresight:
         `time_factors` say how many times as long as expected they have taken lately, `plain_s` how long a
         round without drafts takes where it is not one of this batch alone.
         """
-        return self._evaluate(batch, self._costs, time_factors, plain_s)
+        way_s = self._way_s((batch.num_sequences + 1) // 2)
+        return self._evaluate(batch, self._costs, time_factors, plain_s, way_s)
 
     def beyond_targets(
         self, batch: Batch, plain_s: float, modes: Sequence[OverlapMode], outlook: AheadOutlook
@@ -92,7 +93,9 @@ class Foresight:
         measured_s = float(at_rows(table, number)) + self._overheads.of(number, has_drafts=False)
         kinds: tuple[Kind, ...] = ("plain", *modes)
         time_factors = dict.fromkeys(kinds, plain_s / measured_s)
-        options = self._evaluate(batch, self._measured, time_factors, plain_s).options(modes, outlook)
+        way_s = self._way_s((number + 1) // 2)
+        evaluation = self._evaluate(batch, self._measured, time_factors, plain_s, way_s)
+        options = evaluation.options(modes, outlook)
         drafting = [option for kind, option in options.items() if kind != "plain"]
         found = options.get("lockstep") or max(drafting, key=lambda option: option.rate, default=None)
         if found is None:
@@ -100,7 +103,12 @@ class Foresight:
         return found.shortened(self.price_s(batch, found) / found.round_s)
 
     def _evaluate(
-        self, batch: Batch, costs: CostModel, time_factors: Mapping[Kind, float], plain_s: float | None
+        self,
+        batch: Batch,
+        costs: CostModel,
+        time_factors: Mapping[Kind, float],
+        plain_s: float | None,
+        way_s: float | None,
     ) -> Evaluation:
         number, of = batch.num_sequences, self._overheads.of
         overhead_s = of(number, has_drafts=True)
@@ -119,7 +127,7 @@ class Foresight:
             prompts=self._learning.prompts,
             time_factors=time_factors,
             plain_s=plain_s,
-            way_s=self._way_s,
+            way_s=way_s,
         )
 
     def by_cohort(
@@ -184,15 +192,15 @@ class Foresight:
             draft_s += float(steps_s[-1])
         if not is_overlapped:
             return draft_s + verify_s + overhead_s
-        if parts > 1 and (way_s := self._way_s) is not None:
+        if parts > 1 and (way_s := self._way_s(number)) is not None:
             return parts * max(draft_s + overhead_s, verify_s - way_s)
         return parts * max(draft_s, verify_s + overhead_s)
 
-    @property
-    def _way_s(self) -> float | None:
-        return self._learning.way_s if self._settings.is_target_elsewhere else None
+    def _way_s(self, num_in_cohort: int) -> float | None:
+        return self._learning.way_s(num_in_cohort) if self._settings.is_target_elsewhere else None
 
     def _of_cohort(self, cohort: Batch, time_factors: Mapping[Kind, float], plain_s: float) -> Option:
-        evaluation = self.evaluate(cohort, time_factors, plain_s)
+        way_s = self._way_s(cohort.num_sequences)
+        evaluation = self._evaluate(cohort, self._costs, time_factors, plain_s, way_s)
         found = evaluation.cohort()
         return evaluation.plain if found is None else found.shortened(0.5)

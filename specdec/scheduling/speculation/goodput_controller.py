@@ -372,14 +372,15 @@ class GoodputController:
                 self._trials.note_new_situation()
         self._switch.pass_time(self._rhythm.since_decision_s)
         self._rhythm.note_decision(self._round, is_known=is_known)
-        kind = self._kind_for(rates, batch.num_sequences, region)
+        kind = self._kind_for(rates, batch.num_sequences)
         compared = Comparison(
             options=options,
             rates=rates,
             kind=kind,
             margin=self._settings.margin,
             little_known=self._evidence.little_known(self._round, options),
-            last_compared=self._evidence.last_compared(kind, region, options),
+            last_compared=self._evidence.last_compared(kind, options),
+            just_compared=self._evidence.just_compared(self._round, kind, options),
             has_choice=bool((batch.requested < 0).any()),
             beyond_targets=self._beyond_targets(prospects),
         )
@@ -449,11 +450,11 @@ class GoodputController:
         is_at_cap = (batch.requested < 0) & (compared.usual.num_draft_tokens >= cap)
         return "batch_size" if is_at_cap.any() else "none"
 
-    def _kind_for(self, rates: dict[Kind, float], num_sequences: int, region: Region) -> Kind:
+    def _kind_for(self, rates: dict[Kind, float], num_sequences: int) -> Kind:
         """Return what is done but for trials; see to it that a change of it is known."""
         switch = self._switch
         # A trial of a drafter says nothing of what is done otherwise.
-        are_compared = partial(self._evidence.are_compared, self._round, region)
+        are_compared = partial(self._evidence.are_compared, self._round)
         if (not self._facts.has_trial or switch.kind is None) and switch.review(
             self._round, rates, num_sequences, are_compared
         ):

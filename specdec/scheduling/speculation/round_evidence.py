@@ -42,8 +42,8 @@ class RoundEvidence:
         self._num_proposals = 0
         """Of proposals since the last look at what is accepted of them."""
         self._lately = Lately()
-        self._compared: dict[tuple[Region, frozenset[Kind]], int] = {}
-        """When modes were last run beside one another."""
+        self._compared: dict[frozenset[Kind], int] = {}
+        """When two modes were last run beside one another."""
         self._ratios: list[float] = []
         """What rounds have taken over what was expected, of those as decided, since the decision."""
 
@@ -63,28 +63,36 @@ class RoundEvidence:
         """Believe which of two modes is better, where enough rounds of both were seen just now.
 
         What rounds of both have taken at other times tells that less well than one would think: the machine
-        was another one, and so were its costs.
+        was another one, and so were its costs. Where too few were seen, since requests come and go, there is
+        nothing better than that. What the other mode took more or less than was thought, it is thought to
+        take more or less in other batches, too.
         """
-        beside, came = self._lately.ratio(usual), self._lately.ratio(other)
-        if beside is None or came is None:
+        self._compared[frozenset((usual, other))] = now
+        came = self._lately.ratio(other)
+        if came is None:
             return
         self.take_in(now, decision)
         region, evidence = decision.region, self._evidence
-        ratio = evidence.time_factor(now, usual, region) * came / beside
+        usual_ratio = evidence.time_factor(now, usual, region)
+        beside = self._lately.ratio(usual) or usual_ratio
         known = max(0.0, min(evidence.num_rounds(now, other) - _OF_COMPARISON, _FROM_BEFORE))
         before = evidence.time_factor(now, other, region)
-        ratio = (known * before + _OF_COMPARISON * ratio) / (known + _OF_COMPARISON)
+        ratio = (known * before + _OF_COMPARISON * usual_ratio * came / beside) / (known + _OF_COMPARISON)
+        evidence.rescale(other, ratio / before)
         evidence.settle(now, other, region, ratio)
-        self._compared[region, frozenset((usual, other))] = now
 
-    def last_compared(self, kind: Kind, region: Region, others: Iterable[Kind]) -> Mapping[Kind, int]:
+    def last_compared(self, kind: Kind, others: Iterable[Kind]) -> Mapping[Kind, int]:
         """Return in which round each of some kinds was run beside one of them, if it ever was."""
-        pairs = ((other, (region, frozenset((kind, other)))) for other in others if other != kind)
+        pairs = ((other, frozenset((kind, other))) for other in others if other != kind)
         return {other: self._compared[pair] for other, pair in pairs if pair in self._compared}
 
-    def are_compared(self, now: int, region: Region, one: Kind, other: Kind) -> bool:
+    def just_compared(self, now: int, kind: Kind, others: Iterable[Kind]) -> Set[Kind]:
+        """Return those of some kinds that were run beside one of them not long ago."""
+        return {other for other in others if self.are_compared(now, kind, other)}
+
+    def are_compared(self, now: int, one: Kind, other: Kind) -> bool:
         """Whether two kinds were run beside one another not long ago."""
-        then = self._compared.get((region, frozenset((one, other))))
+        then = self._compared.get(frozenset((one, other)))
         return then is not None and now - then <= _STILL_COMPARED
 
     def goes_off(self, decision: Decision, ratio: float) -> bool:

@@ -28,8 +28,10 @@ _STRETCH_ROUNDS = TrialLength(2, 6)
 _COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS = 7, 20
 """Enough for something to be known of a mode (`RoundEvidence.little_known`), for a while; and where rounds do
 not count, since requests come and go."""
-_CLOSELY_COMPARED_ROUNDS, _MOST_CLOSE_COMPARISON_ROUNDS = 16, 32
-"""The same for a mode that is nearly as good, or better: fewer would not tell."""
+_CLOSELY_COMPARED_ROUNDS = 16
+_FEWEST_CLOSELY_COMPARED, _MANY_SEQUENCES = 10, 32
+"""The same for a mode that is nearly as good, or better: fewer would not tell. Of many sequences rounds are
+longer, and vary less."""
 
 
 def longer_drafts(
@@ -67,7 +69,9 @@ def begin_trial(trials: Trials, compared: Comparison, num_sequences: int, longer
         loss_s = _loss_s(other.tokens, compared.rates[other.kind], usual_rate)
         length = TrialLength(_COMPARED_ROUNDS, _MOST_COMPARISON_ROUNDS, num_before)
         if compared.is_nearly_as_good(other):
-            length = TrialLength(_CLOSELY_COMPARED_ROUNDS, _MOST_CLOSE_COMPARISON_ROUNDS, num_before)
+            are_many = num_sequences >= _MANY_SEQUENCES
+            fewest = _FEWEST_CLOSELY_COMPARED if are_many else _CLOSELY_COMPARED_ROUNDS
+            length = TrialLength(fewest, 2 * fewest, num_before)
         trials.begin("comparing", length, loss_s, other.kind)
     # Lockstep with nothing but what requests ask for is what plain rounds are: there is nothing to leave out.
     has_drafts = usual is not compared.plain

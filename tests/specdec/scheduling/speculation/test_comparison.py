@@ -16,6 +16,10 @@ def test_why_what_is_done_is_done() -> None:
     slower = compared("plain", {"plain": 1.0, "lockstep": 2.0}, {"lockstep": 0.5})
     assert slower.reason == "measured_slower"
     assert slower.in_doubt == (slower.options["lockstep"], False)
+    modes: dict[Kind, float] = {"plain": 1.0, "lockstep": 2.0, "ping_pong": 2.2}
+    other = compared("lockstep", modes, {"ping_pong": 1.9})
+    assert other.in_doubt == (other.options["ping_pong"], False)
+    assert replace(other, just_compared={"ping_pong"}).in_doubt == (None, False), "it was measured just now"
 
 
 @pytest.mark.parametrize("kind", ["plain", "lockstep"])

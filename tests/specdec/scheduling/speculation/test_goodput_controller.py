@@ -30,7 +30,7 @@ from specdec.scheduling.speculation.controller import (
 from specdec.scheduling.speculation.cost import assumed_profile
 from specdec.scheduling.speculation.cost_learning import CostLearning
 from specdec.scheduling.speculation.cost_profile import CostProfile, DraftPoint, VerifyPoint
-from specdec.scheduling.speculation.decision import Decision, Region
+from specdec.scheduling.speculation.decision import Decision
 from specdec.scheduling.speculation.explanation import ControllerState, Reason
 from specdec.scheduling.speculation.goodput import Kind
 from specdec.scheduling.speculation.goodput_controller import GoodputController
@@ -319,7 +319,7 @@ def test_where_one_request_is_left_ping_pong_gives_way() -> None:
     controller = controller_of(profile_of(COSTS["gpu"]), ("lockstep", "ping_pong"))
     world = world_of(COSTS["gpu"], 64, chance=0.95)
     world.run(controller, 200)
-    assert controller.mode == "ping_pong"
+    assert controller._switch.kind == "ping_pong"  # but for trials
     world.num_sequences = 1
     world.run(controller, 40)
     assert controller.mode == "lockstep"
@@ -1272,7 +1272,7 @@ def test_drafts_that_are_asked_for_without_gain_are_worth_nothing() -> None:
 def test_where_only_some_ask_for_drafts_the_others_are_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked for goes on meanwhile, and is told."""
     controller = controller_of(profile_of(COSTS["expensive"]), ("lockstep",))
-    monkeypatch.setattr(controller, "_kind_for", lambda *_: "plain")
+    monkeypatch.setattr(controller, "_kind_for", lambda rates, num_sequences: "plain")
     world = asking_world(COSTS["expensive"], 0.02, [3, 3, None, 3, 3, None])
     reasons = set()
     while controller.state.reason != "probing":
@@ -1557,9 +1557,9 @@ def test_a_pool_is_worth_it_where_drafting_is_what_is_done(
     controller = controller_of(profile_of(COSTS["cpu"]), ("lockstep",))
     kind_for, ratios = controller._kind_for, itertools.chain([0.5], itertools.repeat(ratio))
 
-    def a_little_better(rates: dict[Kind, float], num_sequences: int, region: Region) -> Kind:
+    def a_little_better(rates: dict[Kind, float], num_sequences: int) -> Kind:
         rates["lockstep"] = next(ratios) * rates["plain"]
-        return kind_for(rates, num_sequences, region)
+        return kind_for(rates, num_sequences)
 
     monkeypatch.setattr(controller, "_kind_for", a_little_better)
     world = world_of(COSTS["cpu"], 4)

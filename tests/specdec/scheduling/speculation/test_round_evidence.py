@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from specdec.core.ids import RequestId
 from specdec.scheduling.speculation.controller import DraftOutcome
 from specdec.scheduling.speculation.decision import Region
@@ -80,23 +82,47 @@ def test_of_two_modes_that_one_is_better_that_was_so_side_by_side() -> None:
         )
         return ping_pong / lockstep
 
-    assert not evidence.are_compared(512, REGION, "lockstep", "ping_pong")
+    assert not evidence.are_compared(512, "lockstep", "ping_pong")
     ratios = [compare(512 + 32 * number) for number in range(3)]
     assert 0.98 < ratios[0] < 1.08, "as much as what was known before"
     assert ratios[0] > ratios[1] > ratios[2] > 0.9
     assert ratios[2] < 0.95
-    assert evidence.are_compared(592, REGION, "ping_pong", "lockstep")
-    assert not evidence.are_compared(1000, REGION, "ping_pong", "lockstep")
+    assert evidence.are_compared(592, "ping_pong", "lockstep")
+    assert not evidence.are_compared(1000, "ping_pong", "lockstep")
     kinds: Sequence[Kind] = ("plain", "lockstep", "ping_pong")
-    assert evidence.last_compared("lockstep", REGION, kinds) == {"ping_pong": 592}
+    assert evidence.last_compared("lockstep", kinds) == {"ping_pong": 592}
+    assert evidence.just_compared(592, "lockstep", kinds) == {"ping_pong"}
+    assert evidence.just_compared(1000, "lockstep", kinds) == set()
 
 
-def test_nothing_is_compared_where_too_few_rounds_were_seen() -> None:
+def test_what_a_comparison_has_shown_of_a_mode_is_believed_of_other_batches_too() -> None:
+    """As far as it was not thought before; what was known of their differences stays."""
+    evidence, other = RoundEvidence(), Region(4, 1)
+    decision: Any = SimpleNamespace(region=REGION, option=SimpleNamespace(kind="ping_pong"), options={})
+    there: Any = SimpleNamespace(**{**vars(decision), "region": other})
+    for ratio, where in ((1.2, decision), (1.3, there)):
+        for _ in range(256):
+            evidence.note_time("ping_pong", ratio)
+        evidence.take_in(256, where)
+    before = evidence.time_factor(256, "ping_pong", other)
+    assert before > 1.25
+    evidence.forget_lately()
+    for _ in range(16):
+        evidence.note_time("ping_pong", 0.9)
+    evidence.compare(272, "lockstep", "ping_pong", decision)  # nothing is known of lockstep but the model
+    assert 0.9 < evidence.time_factor(272, "ping_pong", REGION) < 1.05
+    assert evidence.time_factor(272, "ping_pong", other) == pytest.approx(
+        before * evidence.time_factor(272, "ping_pong", REGION) / 1.19, rel=0.03
+    )
+
+
+def test_where_too_few_rounds_were_seen_side_by_side_what_was_known_before_counts() -> None:
+    """As for a server whose requests come and go in every round: it would never change its mode else."""
     evidence = RoundEvidence()
     for _ in range(16):
         evidence.note_time("lockstep", 1.0)
     evidence.compare(16, "lockstep", "ping_pong", DECISION)
-    assert not evidence.are_compared(16, REGION, "lockstep", "ping_pong")
+    assert evidence.are_compared(16, "lockstep", "ping_pong")
     assert evidence.time_factor(16, "ping_pong", REGION) == 1.0
 
 
