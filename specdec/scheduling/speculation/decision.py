@@ -18,6 +18,8 @@ from specdec.scheduling.speculation.explanation import Bound, Reason
 from specdec.scheduling.speculation.goodput import Batch, Kind, Option
 from specdec.scheduling.speculation.modes import OverlapMode
 
+_MUCH_THE_SAME = 0.1
+"""By how much budgets may differ from what was decided, as a share: some are cut where a request ends."""
 NUM_LEVELS = 24
 """Levels of acceptance that continuations are shared out by: shares that were worked out are used again."""
 
@@ -79,6 +81,17 @@ class Decision:
     def is_of_all(self, observation: RoundObservation) -> bool:
         """Whether as many sequences were in a round, and elsewhere meanwhile, as were decided for."""
         return observation.num_elsewhere + num_decoding_of(observation) == len(self.index)
+
+    def is_followed(self, observation: RoundObservation) -> bool:
+        """Whether a round asked for about as many draft tokens as were decided for those who are in it.
+
+        In ping_pong one was under way when something else was decided: what it took and brought says nothing
+        of that.
+        """
+        index, chosen = self.index, self.num_draft_tokens
+        known = [(budget, chosen[index[one]]) for one, budget in observation.budgets.items() if one in index]
+        asked, decided = sum(budget for budget, _ in known), sum(wanted for _, wanted in known)
+        return abs(asked - decided) <= _MUCH_THE_SAME * decided
 
     @property
     def drafts_as_asked(self) -> bool:

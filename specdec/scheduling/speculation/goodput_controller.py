@@ -534,7 +534,8 @@ class GoodputController:
     def _is_comparable(self, observation: RoundObservation, decision: Decision) -> bool:
         """Whether a round as decided tells how good decisions of its kind are."""
         is_usual = decision.reason != "stretching" and self._settling.is_as_it_seems
-        return is_usual and decision.is_of_all(observation)
+        is_late = observation.mode == "ping_pong" and not decision.is_followed(observation)
+        return is_usual and not is_late and decision.is_of_all(observation)
 
     def _note_ratio(self, observation: RoundObservation, decision: Decision, ratio: float) -> None:
         """Compare a round's time with what was expected of it: every round's, for that takes next to none."""
