@@ -127,39 +127,29 @@ async def scenario(models: Path, url: str) -> None:
         load.start()
         redrafted = changed(first, "speculative_config", model=str(models / "redrafted"))
         await load.while_updating(redrafted)
-        report("another draft model", load.taken(), old, None)
+        report("another draft model", load.taken(), old, {})
 
         other = changed(redrafted, "target", model=str(models / "other"))
         await load.while_updating(other)
-        last = load.taken()
         await load.end()
         new = await answers(client)
         assert new != old
-        report("a new target", last, old, new)
-        report("after it", load.taken(), new, None)
+        report("a new target", load.taken(), old, new)
 
 
 def report(
-    what: str,
-    readings: list[tuple[int, Reading]],
-    old: dict[int, list[int]],
-    new: dict[int, list[int]] | None,
+    what: str, readings: list[tuple[int, Reading]], old: dict[int, list[int]], new: dict[int, list[int]]
 ) -> None:
-    """Say what came of all streams, and raise what should not have."""
-    kinds = Counter(kind_of(one, old[which], None if new is None else new[which]) for which, one in readings)
-    wrong = [
-        one
-        for which, one in readings
-        if kind_of(one, old[which], None if new is None else new[which]) == "wrong"
-    ]
-    num_breaks = sum(one.num_breaks for _, one in readings)
-    longest_s = max(one.longest_pause_s for _, one in readings)
-    print(
-        f"{what}: {dict(kinds)}, {num_breaks} connections broke, longest pause {longest_s:.1f} s", flush=True
-    )
+    """Say what came of all streams, and raise what should not have; `new` is empty if there is none."""
+    each = [(kind_of(one, old[which], new.get(which)), one) for which, one in readings]
+    kinds, wrong = Counter(kind for kind, _ in each), [one for kind, one in each if kind == "wrong"]
+    num_breaks = sum(one.num_breaks for _, one in each)
+    longest_s = max(one.longest_pause_s for _, one in each)
+    told = f"{num_breaks} connections broke, longest pause {longest_s:.1f} s"
+    print(f"{what}: {dict(kinds)}, {told}", flush=True)
     assert not wrong, wrong[:3]
-    if what != "after it":
-        assert num_breaks > 0, "no stream has outlasted its door: this has shown nothing"
+    assert num_breaks > 0, "no stream has outlasted its door: this has shown nothing"
+    assert not new or kinds["new"] >= NUM_CLIENTS, "too few streams have begun behind the update"
 
 
 def main() -> None:
