@@ -83,11 +83,13 @@ def test_one_comparison_makes_a_mode_known(number: int, is_busy: bool) -> None:
     while controller.state.reason != "comparing":
         assert cluster.events.now_s < _LEARNING_S
         cluster.events.run(cluster.events.now_s + 0.002)
-    assert controller.mode == "lockstep"
+    other = controller.mode
+    assert other in ("lockstep", "ping_pong")
     while controller.state.reason == "comparing":
         cluster.events.run(cluster.events.now_s + 0.002)
-    assert controller.state.num_comparison_rounds == 2 + 7
-    assert not controller._evidence.little_known(controller._round, ["lockstep"])
+    assert 2 + 7 <= controller.state.num_comparison_rounds <= 3 + 16, "more of what is nearly as good"
+    assert not controller._evidence.little_known(controller._round, [other])
     cluster.events.run(cluster.events.now_s + 2.0 * _LEARNING_S)
-    assert controller.mode == "draft_ahead"
-    assert controller.state.num_comparison_rounds == 2 + 7, "it need not be asked again"
+    assert controller._switch.kind == "draft_ahead"
+    assert not controller._evidence.little_known(controller._round, [other])
+    assert controller.state.num_comparison_rounds < 0.08 * controller._round, "it is seldom asked again"
