@@ -10,10 +10,7 @@ group, and that of a door. Clients come back with the id of the last event that 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ from typing import Any
 import httpx
 
 from benchmarks.reconnecting import Reading, read_stream
-from tests.deploy.rolling import changed, deploy, serve_config, wait_for
+from tests.deploy.rolling import changed, deploy, serve_config, serving, wait_for
 
 NUM_CLIENTS = 8
 DRAIN_S = 1.0
@@ -154,34 +151,9 @@ def report(
 
 def main() -> None:
     models, port = Path(sys.argv[1]), int(sys.argv[2])
-    temp = Path(tempfile.mkdtemp(prefix="dhls", dir="/tmp"))
-    (temp / "ray").mkdir()
-    os.environ |= {
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",
-        "RAY_TMPDIR": str(temp),
-    }
-    import ray
-    from ray import serve
-
-    try:
-        ray.init(
-            num_cpus=2,
-            resources={"place": _ROOM},
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            _temp_dir=str(temp / "ray"),
-        )
-        http = {"host": "127.0.0.1", "port": port}
-        serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"log_level": "WARNING"})
-        asyncio.run(scenario(models, f"http://127.0.0.1:{port}"))
+    with serving(port, _ROOM) as url:
+        asyncio.run(scenario(models, url))
         print("updated without a wrong token")
-        serve.shutdown()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(temp, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ that an update is made in place; with more, new groups begin beside old ones.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -345,8 +347,9 @@ def num_groups(url: str) -> int:
     return sum(group["is_serving"] for group in status["target_groups"])
 
 
-def main() -> None:
-    models, port, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+@contextlib.contextmanager
+def serving(port: int, room: int) -> Iterator[str]:
+    """Run Ray, with so many places for workers on one node, and Serve on a port; give its address."""
     temp = Path(tempfile.mkdtemp(prefix="dhru", dir="/tmp"))
     (temp / "ray").mkdir()
     os.environ |= {
@@ -369,12 +372,18 @@ def main() -> None:
         )
         http = {"host": "127.0.0.1", "port": port}
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config={"log_level": "WARNING"})
-        scenario(models, f"http://127.0.0.1:{port}", room)
-        print("updated without a failed request")
+        yield f"http://127.0.0.1:{port}"
         serve.shutdown()
     finally:
         ray.shutdown()
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def main() -> None:
+    models, port, room = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    with serving(port, room) as url:
+        scenario(models, url, room)
+        print("updated without a failed request")
 
 
 if __name__ == "__main__":
