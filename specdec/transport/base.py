@@ -132,7 +132,8 @@ class Channel(Protocol):
     def send(self, peer_id: PeerId, message: Message) -> None:
         """Queue a message for a connected peer, or for one that has spoken on a link of its own.
 
-        Never blocks: when the peer is unknown or its queue is full the message is dropped and counted.
+        Never blocks: when the peer is unknown or its queue is full the message is dropped and counted. What
+        the kernel has no room for leaves during `receive`, which every owner keeps calling.
 
         Raises:
             ChannelClosed: this end is closed.

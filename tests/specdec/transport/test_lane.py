@@ -73,7 +73,8 @@ def test_near_peers_move_to_a_lane_and_keep_the_order_of_their_messages() -> Non
             to_client += heard(client, 0)
         give_up_s = time.monotonic() + 10
         while len(to_server) < num_sent and time.monotonic() < give_up_s:
-            to_server += heard(server, 0.2)
+            to_server += heard(server, 0.01)
+            to_client += heard(client, 0)  # what the kernel had no room for leaves while one attends
         to_server += heard(server, 0)
         to_client += heard(client, 0.2)
         assert to_server == [Ping(nonce) for nonce in range(num_sent)]
