@@ -82,6 +82,8 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that drafts of the sequence may attend to, now and in further works; 0: as is configured."""
     beside: RowsBeside | None = None
     """Rows behind those of `token_ids`, of no draft; their K/V go to the places behind."""
+    drafter: int = 0
+    """Which of the drafters at the target it has, counted among these: who reads it, and drafts for it."""
 
     @property
     def num_rows(self) -> int:
@@ -155,3 +157,5 @@ class TargetResult(msgspec.Struct, frozen=True, array_like=True):
     computed before: the forward has been compiled. Cached prefixes of the former generation are stale."""
     draft_s: float = 0.0
     """Seconds in which the target drafted itself, before the forward."""
+    drafters_s: tuple[float, ...] = ()
+    """Of these, what each of several drafters took that are at the target; empty where there is one."""

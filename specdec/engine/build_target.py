@@ -68,7 +68,7 @@ def build_target(
 
 
 def seen_at_target(config: EngineConfig) -> EngineConfig:
-    """Return a configuration as the target needs it: of several drafters with the one that drafts there."""
+    """Return a configuration as the target needs it: of several drafters with those that draft there."""
     return config.model_copy(update={"speculative_config": config.speculative_config.at_target})
 
 
@@ -200,21 +200,25 @@ def _build_whole_target(
 
 
 def _heads_of(config: EngineConfig, loaded: LoadedModel) -> LoadedDrafter | None:
-    """Return the heads that draft beside a target, or beside its last stage."""
-    speculative = config.speculative_config
-    if not speculative.has_heads or speculative.has_remote_heads:
-        return None
-    if loaded.stage is not None and not loaded.stage.is_last:
+    """Return the heads that draft beside a target, or beside its last stage: one drafter, or several."""
+    choices = config.speculative_config.choices
+    here = [one for one in choices if one.has_heads and not one.has_remote_heads]
+    if not here or (loaded.stage is not None and not loaded.stage.is_last):
         return None
     from specdec.proposers.heads_factory import load_heads
+    from specdec.proposers.several.heads import SeveralLoaded
 
-    return load_heads(
-        speculative,
-        loaded,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        drafts_here=loaded.ranks is None or loaded.ranks.rank == 0,
-    )
+    each = [
+        load_heads(
+            one,
+            loaded,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            drafts_here=loaded.ranks is None or loaded.ranks.rank == 0,
+        )
+        for one in here
+    ]
+    return each[0] if len(each) == 1 else SeveralLoaded(tuple(each))
 
 
 def _hidden_layers_of(

@@ -234,7 +234,12 @@ class SpeculativeConfig(StrictConfig):
 
     @property
     def at_target(self) -> Self:
-        """The configuration of what drafts at the target; of the first drafter, where none does."""
+        """The configuration of what drafts at the target: of several heads, without all else; of the first
+        drafter, where none does.
+        """
+        heads = tuple(one for one in self.drafters if isinstance(one, HeadsDrafter))
+        if len(heads) > 1:
+            return self.model_copy(update={"drafters": heads})
         return next((one for one in self.choices if one.has_heads or one.is_self_drafting), self.choices[0])
 
     @property

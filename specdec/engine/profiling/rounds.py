@@ -151,10 +151,12 @@ class TargetProfiler:
         plan = replace(plan, max_draft_tokens=min(plan.max_draft_tokens, self._num_behind - 1))
         return shapes_to_measure(capabilities, plan, numbers, NUM_LONG if self._long else 0)
 
-    def draft_point(self, shape: DraftShape, plan: ProfilePlan, deadline: Deadline) -> DraftPoint | None:
+    def draft_point(
+        self, shape: DraftShape, plan: ProfilePlan, deadline: Deadline, drafter: int
+    ) -> DraftPoint | None:
         """Return what the target's own drafts took, by itself; None where long contexts are given up.
 
-        `plan` is that of the drafter.
+        `plan` is that of the drafter, which is number `drafter` of those at the target.
         """
         number, is_long, num_steps = shape
         if is_long and self._long and not self._long[0].is_admitted:
@@ -162,17 +164,27 @@ class TargetProfiler:
         sequences = (self._long if is_long else self._short)[:number]
         if not sequences:
             return None
-        seconds: list[float] = []
-        while len(seconds) <= NUM_REPEATS:
+
+        def draft() -> TargetResult:
             works = [
                 msgspec.structs.replace(
                     self._work(one, one.context, 1, 1),
                     num_self_drafted=num_steps,
                     kv_budget=0 if plan.kv_budget is None else plan.kv_budget.tokens(one.context),
+                    drafter=drafter,
                 )
                 for one in sequences
             ]
-            seconds.append(self._answer(self._step(works, sequences)).draft_s)
+            return self._answer(self._step(works, sequences))
+
+        # The first drafter has read along. Others read when they are asked, some tokens at a time.
+        num_unread = sum(one.context for one in sequences) if drafter > 0 else 0
+        for _ in range(-(-num_unread // self._plan.max_num_batched_tokens)):
+            if all(answer.drafted for answer in draft().results):
+                break
+        seconds: list[float] = []
+        while len(seconds) <= NUM_REPEATS:
+            seconds.append(draft().draft_s)
             if len(seconds) >= 2 and deadline.left_s <= 0.0:
                 break
         return DraftPoint(
@@ -320,8 +332,11 @@ class SelfDraftProfiler:
         capabilities: ProposerCapabilities,
         plan: ProfilePlan,
         known: Sequence[DraftPoint] = (),
+        drafter: int = 0,
     ) -> None:
+        """`drafter`: which it is of those at the target."""
         self._steps = steps
+        self._drafter = drafter
         self._capabilities = capabilities
         self._known = KnownDrafts(known, plan)
         self._plan = plan
@@ -336,7 +351,7 @@ class SelfDraftProfiler:
         for place, shape in enumerate(self.shapes()):
             if place > 0 and deadline.left_s <= 0.0:
                 break
-            point = self._steps.draft_point(shape, self._plan, deadline)
+            point = self._steps.draft_point(shape, self._plan, deadline, self._drafter)
             if point is not None:
                 points.append(point)
             progress()
@@ -389,8 +404,9 @@ def measure_profile(
     steps = TargetProfiler(target, plan, clock, plan.max_draft_tokens if grows_trees else 0)
     none_known: list[tuple[DraftPoint, ...]] = [()] * len(members)
     known_drafts = none_known if known is None else [*known.drafts, *none_known]
+    at_target = [place for place, one in enumerate(members) if one.capabilities.at_target]
     profilers = [
-        SelfDraftProfiler(steps, one.capabilities, plan.of_drafter(place), points)
+        SelfDraftProfiler(steps, one.capabilities, plan.of_drafter(place), points, at_target.index(place))
         if one.capabilities.at_target
         else DraftProfiler(one, target.description.vocab_size, plan.of_drafter(place), clock, points, sleep)
         for place, (one, points) in enumerate(zip(members, known_drafts, strict=False))

@@ -1,8 +1,8 @@
 """Who drafts in an engine: asks for proposals, and lets through what can be verified.
 
 There is one drafter, or several, of which each request has one at a time (`LiveRequest.drafter`). Those that
-draft in the target's step are not asked here: the target is, by the number of tokens it shall draft. Where a
-lookup goes before them, it is, and the target drafts for whoever gets nothing of it.
+draft in the target's step (one, or several heads) are not asked here: the target is, by the number of tokens
+it shall draft. Where a lookup goes before them, it is, and the target drafts for whoever gets nothing of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from specdec.core.errors import ConfigError, TransportError
 from specdec.core.ids import RequestId
-from specdec.core.plan import WorkResult
+from specdec.core.plan import TargetResult, WorkResult
 from specdec.core.proposal import Proposal
 from specdec.engine.metrics.draft_counts import DrafterCounts
 from specdec.engine.metrics.engine_metrics import DropReason, EngineMetrics
@@ -55,7 +55,7 @@ class Drafting:
         each = capabilities_of_each(proposer)
         self._methods = tuple(one.name for one in each)
         self._checks = tuple(ProposalCheck(one, rule, description.vocab_size) for one in each)
-        self._at_target = frozenset(place for place, one in enumerate(each) if one.at_target)
+        self._at_target = tuple(place for place, one in enumerate(each) if one.at_target)
         self.tells_tokens = any(one.at_target and one.hidden_layers for one in each)
         """Whether what drafts at the target reads the tokens of sequences."""
         self._looks_first = proposer.capabilities.looks_first
@@ -76,6 +76,10 @@ class Drafting:
     def is_at_target(self, live: LiveRequest) -> bool:
         """Whether the target drafts for a request."""
         return live.drafter in self._at_target
+
+    def drafter_at_target(self, live: LiveRequest) -> int:
+        """Return which of the drafters at the target a request has, of these alone: the first, if none."""
+        return self._at_target.index(live.drafter) if self.is_at_target(live) else 0
 
     def drafters_of(
         self, request_ids: Mapping[RequestId, int], running: Mapping[RequestId, LiveRequest]
@@ -131,17 +135,19 @@ class Drafting:
             self._note_seconds(place, its_s)
         return seconds
 
-    def with_target_seconds(self, seconds: Mapping[int, float], draft_s: float) -> Mapping[int, float]:
-        """Return what each of several drafters took, with what the one at the target did in its step."""
-        if self._several is None or draft_s == 0.0:
+    def with_target_seconds(self, seconds: Mapping[int, float], result: TargetResult) -> Mapping[int, float]:
+        """Return what each of several drafters took, with what those at the target did in its step."""
+        if self._several is None or result.draft_s == 0.0:
             return seconds
-        (place,) = self._at_target
-        self._note_seconds(place, draft_s)
-        return {**seconds, place: draft_s}
+        each_s = zip(self._at_target, result.drafters_s or (result.draft_s,), strict=True)
+        of_target = {place: its_s for place, its_s in each_s if its_s > 0.0}
+        for place, its_s in of_target.items():
+            self._note_seconds(place, its_s)
+        return {**seconds, **of_target}
 
-    def of_target(self, live: LiveRequest, answer: WorkResult) -> Proposal:
-        """Return what the target has drafted itself, as a proposal."""
-        (place,) = self._at_target
+    def of_target(self, live: LiveRequest, answer: WorkResult, drafter: int | None) -> Proposal:
+        """Return what the target has drafted itself, as a proposal; `drafter` as in `count`."""
+        place = self._at_target[0] if drafter is None else drafter
         return Proposal(
             request_id=live.request_id,
             committed_len=live.committed_len,

@@ -98,4 +98,5 @@ class Packer:
             scored_token_ids=live.scored_token_ids(end) if live.scores_prompt else (),
             num_self_drafted=num_self_drafted,
             kv_budget=live.kv_budget if self._is_followed_at_target(live) else 0,
+            drafter=self._drafting.drafter_at_target(live),
         )

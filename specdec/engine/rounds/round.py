@@ -374,12 +374,13 @@ class RoundLoop:
                     outputs.append(self._retire(live, live.end(Finish(reason="length"), now_s)))
             else:
                 proposal = flight.proposals.get(work.request_id)
+                drafter = flight.drafters.get(work.request_id)
                 if answer.drafted:
-                    proposal = self._drafting.of_target(live, answer)
+                    proposal = self._drafting.of_target(live, answer, drafter)
                 elif work.num_self_drafted:
                     self._metrics.num_missing_proposals += 1
                 num_before = live.committed_len
-                self._advance(live, answer, proposal, landing, now_s, flight.drafters.get(live.request_id))
+                self._advance(live, answer, proposal, landing, now_s, drafter)
                 if live.stats.trace is not None:
                     num_drafted = 0 if proposal is None else len(proposal.token_ids)
                     self._trace(live.stats.trace, flight, now_s, num_drafted, live.committed_len - num_before)
@@ -532,7 +533,7 @@ class RoundLoop:
                 if self._landed_s is None
                 else verified_s - self._landed_s - thought_s - beside_s,
                 drafters=flight.drafters,
-                drafting_s=self._drafting.with_target_seconds(flight.drafter_s, result.draft_s),
+                drafting_s=self._drafting.with_target_seconds(flight.drafter_s, result),
                 num_elsewhere=sum(len(other.lives) for other in self._flights),
                 outcomes=landing.outcomes,
                 stand_ins=landing.stand_ins,

@@ -223,7 +223,8 @@ class LocalTarget:
         drafts = self._drafting.draft(step.works)
         works = tuple(map(with_draft, step.works, drafts))
         draft_s = time.perf_counter() - started_s
-        return DraftedStep(msgspec.structs.replace(step, works=works), drafts, draft_s)
+        drafted = msgspec.structs.replace(step, works=works)
+        return DraftedStep(drafted, drafts, draft_s, self._drafting.take_seconds())
 
     def run_drafted(self, drafted: DraftedStep) -> TargetResult:
         """Run a step that `begin` has returned."""
@@ -237,7 +238,9 @@ class LocalTarget:
             self._drafting.learn(step.works, result.results)
         if drafted.has_drafts:
             results = with_told_drafts(result.results, drafted.drafts)
-            result = msgspec.structs.replace(result, results=results, draft_s=drafted.draft_s)
+            result = msgspec.structs.replace(
+                result, results=results, draft_s=drafted.draft_s, drafters_s=drafted.drafters_s
+            )
         return result
 
     def close(self) -> None:

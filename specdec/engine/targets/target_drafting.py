@@ -22,6 +22,7 @@ from specdec.core.sampling_params import SamplingParams
 from specdec.engine.targets.proposal_check import ProposalCheck, plainly
 from specdec.engine.targets.work_rows import node_parents, num_drafted, with_drafted
 from specdec.proposers.base import Proposer
+from specdec.proposers.several.proposer import SeveralProposers, capabilities_of_each, drafter_of
 from specdec.verification.answers import verdict_of
 from specdec.verification.base import RuleCapabilities
 
@@ -34,6 +35,8 @@ class DraftedStep(NamedTuple):
     """By work."""
     draft_s: float
     """Seconds that it took."""
+    drafters_s: tuple[float, ...] = ()
+    """Of these, what each of several drafters took."""
 
     @property
     def has_drafts(self) -> bool:
@@ -47,11 +50,14 @@ class TargetDrafting:
     def __init__(self, proposer: Proposer, rule: RuleCapabilities, vocab_size: int) -> None:
         """Draft with `proposer`, which is released and closed from here, for a target with so many tokens.
 
+        It may be several: a work says which of them it has (`TargetWork.drafter`).
+
         Raises:
             ConfigError: the rule cannot work with what the proposer gives.
         """
         self._proposer = proposer
-        self._check = ProposalCheck(proposer.capabilities, rule, vocab_size)
+        self._several = proposer if isinstance(proposer, SeveralProposers) else None
+        self._checks = [ProposalCheck(one, rule, vocab_size) for one in capabilities_of_each(proposer)]
         self._sequences: dict[RequestId, _Watched] = {}
         self.counters: Counter[str] = Counter()
         """target_drafts_stale, target_drafts_malformed, target_drafts_unverifiable: proposals that were
@@ -88,7 +94,7 @@ class TargetDrafting:
         for work in works:
             view = self._sequences[work.request_id]
             view.see(work.start, work.token_ids[:1])
-            view.kv_budget = work.kv_budget
+            view.kv_budget, view.drafter = work.kv_budget, work.drafter
             if work.start == 0:
                 continue
             views.append(view)
@@ -96,6 +102,13 @@ class TargetDrafting:
                 budgets[work.request_id] = work.num_self_drafted
         proposals = self._proposer.propose(views, budgets) if views else {}
         return tuple(self._fitting(proposals.get(work.request_id), work) for work in works)
+
+    def take_seconds(self) -> tuple[float, ...]:
+        """Return what each of several drafters took in the last `draft`, once; empty if there is one."""
+        if self._several is None:
+            return ()
+        seconds = self._several.take_seconds()
+        return tuple(seconds.get(place, 0.0) for place in range(len(self._checks)))
 
     def learn(self, works: Sequence[TargetWork], results: Sequence[WorkResult]) -> None:
         """After the step: note the tokens that its works, drafts behind them, have brought."""
@@ -109,7 +122,8 @@ class TargetDrafting:
     def _fitting(self, proposal: Proposal | None, work: TargetWork) -> Proposal | None:
         if proposal is None or not proposal.token_ids:
             return None
-        fault = self._check.fault(proposal, self._sequences[work.request_id], work.num_self_drafted)
+        view = self._sequences[work.request_id]
+        fault = self._checks[drafter_of(view)].fault(proposal, view, work.num_self_drafted)
         if fault is None:
             return plainly(proposal)
         self.counters[f"target_drafts_{fault}"] += 1
@@ -139,7 +153,7 @@ def with_told_drafts(
 
 
 class _Watched:
-    """A sequence as far as the target knows it. Satisfies `SequenceView`."""
+    """A sequence as far as the target knows it. Satisfies `SequenceView`, and `HasDrafter`."""
 
     owner = None
     constraint = None
@@ -152,6 +166,7 @@ class _Watched:
         self.cache_salt = admitted.cache_salt
         self.num_prompt_tokens = admitted.num_prompt_tokens
         self.kv_budget = 0
+        self.drafter = 0
         self._known = list(admitted.token_ids)
         self.token_ids: list[int] = []
         self._hashes = array("Q", (EMPTY_PREFIX,))

@@ -153,6 +153,8 @@ class HeadsDrafter(_AtTarget):
     """Path of the folder of its weights; mtp without it: the target's own folder."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prefix that they continue, in tokens, where they have K/V of their own; None: the target's."""
+    attention_backend: AttentionName = "auto"
+    """As `target.attention_backend`, where they have K/V of their own."""
     compile: CompileConfig = CompileConfig()
     """Compilation of their forward."""
     cache: CacheConfig | None = None
@@ -183,11 +185,12 @@ def fault_of(drafters: Sequence[DrafterConfig], most_draft_tokens: int) -> str |
         return "drafters: all of them are shadows: leave out shadow of one that requests may get"
     if len(choices) > MOST_CHOICES:
         return f"drafters: {len(choices)} to choose from are too many: give at most {MOST_CHOICES}"
-    at_target = [one.name for one in drafters if one.is_at_target]
-    if len(at_target) > 1:
+    at_target = [one for one in drafters if one.is_at_target]
+    if len(at_target) > 1 and not all(isinstance(one, HeadsDrafter) for one in at_target):
+        names = " and ".join(one.name for one in at_target)
         return (
-            f"drafters: {' and '.join(at_target)} draft in the target's step, where there is place for one: "
-            "leave the others out"
+            f"drafters: {names} draft in the target's step, where there is place for heads, several of them, "
+            "or for one that drafts with the target's own weights: leave the others out"
         )
     selecting = [one.name for one in drafters if _attends_to_a_part(one)]
     if len(selecting) > 1:

@@ -112,7 +112,10 @@ def test_what_samples_shares_the_rule_and_its_settings() -> None:
             {"drafters": [{**LOOKUP, "name": f"n{index}"} for index in range(5)]},
             "5 to choose from are too many: give at most 4",
         ),
-        ({"drafters": [WINDOW, HEADS]}, "window and heads draft in the target's step, where there is place"),
+        (
+            {"drafters": [WINDOW, HEADS]},
+            "window and heads draft in the target's step, where there is place for heads, several",
+        ),
         (
             {"drafters": [{**LOOKUP, "share": 0.7}, {**MODEL, "share": 0.6}]},
             "shares add up to 1.3, more than all requests",
