@@ -1,11 +1,12 @@
 """What it costs to draft again after a pause, in which the draft model has read on or has not.
 
-    python -m benchmarks.resume --json benchmarks/results/resume.json    # about a quarter of an hour
+    python -m benchmarks.resume --json benchmarks/results/resume.json    # about twenty minutes
     python -m benchmarks.resume --quick
 
 Draft and target group have a core each (`benchmarks.groups`), the target 100 million parameters, the draft
-model 29 million; everything is accepted. A batch drafts, pauses for so many tokens, and drafts again. The
-cost is what its last part takes longer than the same part of the same batch that has not paused, in rounds
+model 29 million; everything is accepted. A batch drafts, pauses for so many tokens, and drafts again; behind
+95 of them most is unread that ever is (draft workers read on 48 at a time). Runs with and without a pause
+take turns, either first in every other pair. The cost is what its last part takes longer than the same part of the same batch that has not paused, in rounds
 of the latter, for each request of the batch. Runs that others on the same machine have disturbed are made
 again (`benchmarks.stolen`).
 """
@@ -51,11 +52,18 @@ class Plan:
 
     batches: tuple[int, ...]
     pauses: tuple[int, ...]
-    rounds: int
+    pairs: int
+    pairs_of_short: int
+    """Where the pause is at most `_SHORT` tokens: these are to cost less than a round."""
+
+    def num_pairs(self, pause: int) -> int:
+        """Return how often a pause is measured."""
+        return self.pairs_of_short if pause <= _SHORT else self.pairs
 
 
-FULL = Plan(batches=(1, 4), pauses=(64, 256, 1024), rounds=15)
-QUICK = Plan(batches=(1, 4), pauses=(64, 256), rounds=3)
+_SHORT = 256
+FULL = Plan(batches=(1, 4), pauses=(64, 95, 256, 1024), pairs=15, pairs_of_short=40)
+QUICK = Plan(batches=(1, 4), pauses=(64, 256), pairs=3, pairs_of_short=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +132,16 @@ class Cost:
     num_rounds_without_pause: float
 
 
-def measure(bench: Bench, batch: int, pause: int, rounds: int, progress: Progress) -> Cost:
+def measure(bench: Bench, batch: int, pause: int, num_pairs: int, progress: Progress) -> Cost:
     """Compare batches that pause with the same ones that do not."""
-    task = progress.add_task(f"batch {batch}, {pause} tokens without drafts", total=rounds + 1)
+    task = progress.add_task(f"batch {batch}, {pause} tokens without drafts", total=num_pairs + 1)
     costs, round_s, paused_rounds, steady_rounds = [], [], [], []
-    for number in range(rounds + 1):
+    for number in range(num_pairs + 1):
         run = partial(bench.run, batch, pause, number)
-        steady = least_stolen(partial(run, drafts_in_pause=True)).result
-        paused = least_stolen(partial(run, drafts_in_pause=False)).result
+        parts: dict[bool, LastPart] = {}
+        for drafts_in_pause in (True, False) if number % 2 else (False, True):
+            parts[drafts_in_pause] = least_stolen(partial(run, drafts_in_pause=drafts_in_pause)).result
+        steady, paused = parts[True], parts[False]
         one_s = steady.seconds / steady.num_rounds
         round_s.append(one_s)
         # Both end at the same token; the steady one may begin its last part some tokens beyond the pause.
@@ -188,11 +198,11 @@ def main(
         )
         progress.advance(starting)
         costs = [
-            measure(bench, batch, pause, plan.rounds, progress)
+            measure(bench, batch, pause, plan.num_pairs(pause), progress)
             for batch in plan.batches
             for pause in plan.pauses
         ]
-    short = [cost for cost in costs if cost.pause <= 256]
+    short = [cost for cost in costs if cost.pause <= _SHORT]
     headlines = {
         "resume_256_worst_rounds": max(cost.cost_rounds.median for cost in short),
         "resume_256_worst_upper_rounds": max(cost.upper_rounds for cost in short),
