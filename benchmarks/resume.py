@@ -6,9 +6,9 @@
 Draft and target group have a core each (`benchmarks.groups`), the target 100 million parameters, the draft
 model 29 million; everything is accepted. A batch drafts, pauses for so many tokens, and drafts again; behind
 95 of them most is unread that ever is (draft workers read on 48 at a time). Runs with and without a pause
-take turns, either first in every other pair. The cost is what its last part takes longer than the same part of the same batch that has not paused, in rounds
-of the latter, for each request of the batch. Runs that others on the same machine have disturbed are made
-again (`benchmarks.stolen`).
+take turns, either first in every other pair. The cost is what its last part takes longer than the same part
+of the same batch that has not paused, in rounds of the latter, for each request of the batch. Runs that
+others on the same machine have disturbed are made again (`benchmarks.stolen`).
 """
 
 from __future__ import annotations

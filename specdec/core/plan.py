@@ -83,7 +83,8 @@ class TargetWork(msgspec.Struct, frozen=True, array_like=True):
     beside: RowsBeside | None = None
     """Rows behind those of `token_ids`, of no draft; their K/V go to the places behind."""
     drafter: int = 0
-    """Which of the drafters at the target it has, counted among these: who reads it, and drafts for it."""
+    """Which of the drafters at the target it has, counted among these: who reads it, and drafts for it; -1:
+    none of several."""
 
     @property
     def num_rows(self) -> int:

@@ -1,9 +1,9 @@
 """Guessing the token that the target adds to the pending tokens that it lets stand.
 
 A draft model that shares the target's noise knows most of what decides it: behind every pending token its own
-noisy scores, log q / T + g, rank the target's choices (docs/exactness: given that its first guess is wrong,
-the right token is the more often among the next few). The pending token itself is not among the guesses: that
-would be an acceptance.
+noisy scores, log q / T + g, rank the target's choices (`benchmarks/hit_rates.py`: given that its first guess
+is wrong, the right token is the more often among the next few). The pending token itself is not among the
+guesses: that would be an acceptance.
 """
 
 from __future__ import annotations

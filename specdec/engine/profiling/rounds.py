@@ -68,6 +68,8 @@ class _TargetSequence:
     request_id: RequestId
     context: int
     block_ids: tuple[int, ...]
+    behind: tuple[int, ...]
+    """Tokens behind the context: always the same, or whoever reads them would begin anew each time."""
     is_admitted: bool = False
 
 
@@ -152,11 +154,12 @@ class TargetProfiler:
         return shapes_to_measure(capabilities, plan, numbers, NUM_LONG if self._long else 0)
 
     def draft_point(
-        self, shape: DraftShape, plan: ProfilePlan, deadline: Deadline, drafter: int
+        self, shape: DraftShape, plan: ProfilePlan, deadline: Deadline, drafter: int, *, reads: bool
     ) -> DraftPoint | None:
         """Return what the target's own drafts took, by itself; None where long contexts are given up.
 
-        `plan` is that of the drafter, which is number `drafter` of those at the target.
+        `plan` is that of the drafter, which is number `drafter` of those at the target; it may read the
+        contexts first, some tokens in a step (`reads`).
         """
         number, is_long, num_steps = shape
         if is_long and self._long and not self._long[0].is_admitted:
@@ -177,11 +180,13 @@ class TargetProfiler:
             ]
             return self._answer(self._step(works, sequences))
 
-        # The first drafter has read along. Others read when they are asked, some tokens at a time.
-        num_unread = sum(one.context for one in sequences) if drafter > 0 else 0
-        for _ in range(-(-num_unread // self._plan.max_num_batched_tokens)):
+        num_unread = sum(one.context + 1 for one in sequences) if reads else 0
+        num_steps_to_read = -(-num_unread // self._plan.max_num_batched_tokens)
+        for number_read in range(num_steps_to_read):
             if all(answer.drafted for answer in draft().results):
                 break
+            if is_long and number_read > 0 and deadline.left_s <= 0.0:
+                return None
         seconds: list[float] = []
         while len(seconds) <= NUM_REPEATS:
             seconds.append(draft().draft_s)
@@ -215,6 +220,7 @@ class TargetProfiler:
                 block_ids=tuple(
                     range(first_block + index * num_blocks, first_block + (index + 1) * num_blocks)
                 ),
+                behind=tuple(random_tokens(self._generator, self._num_behind, self._vocab_size)),
             )
             for index in range(number)
         ]
@@ -306,7 +312,9 @@ class TargetProfiler:
         is_new = not one.is_admitted
         return TargetWork(
             request_id=one.request_id,
-            token_ids=tuple(random_tokens(self._generator, num_rows, self._vocab_size)),
+            token_ids=one.behind[:num_rows]
+            if start == one.context
+            else tuple(random_tokens(self._generator, num_rows, self._vocab_size)),
             start=start,
             num_sampled_rows=num_sampled,
             table_start=0 if is_new else len(one.block_ids),
@@ -351,7 +359,13 @@ class SelfDraftProfiler:
         for place, shape in enumerate(self.shapes()):
             if place > 0 and deadline.left_s <= 0.0:
                 break
-            point = self._steps.draft_point(shape, self._plan, deadline, self._drafter)
+            point = self._steps.draft_point(
+                shape,
+                self._plan,
+                deadline,
+                self._drafter,
+                reads=len(self._capabilities.hidden_layers) > 0,
+            )
             if point is not None:
                 points.append(point)
             progress()

@@ -78,8 +78,12 @@ class Drafting:
         return live.drafter in self._at_target
 
     def drafter_at_target(self, live: LiveRequest) -> int:
-        """Return which of the drafters at the target a request has, of these alone: the first, if none."""
-        return self._at_target.index(live.drafter) if self.is_at_target(live) else 0
+        """Return which of the drafters at the target a request has, counted among these; one alone reads all
+        requests along, of several none reads what others draft for: -1.
+        """
+        if self.is_at_target(live):
+            return self._at_target.index(live.drafter)
+        return -1 if len(self._at_target) > 1 else 0
 
     def drafters_of(
         self, request_ids: Mapping[RequestId, int], running: Mapping[RequestId, LiveRequest]
@@ -139,8 +143,12 @@ class Drafting:
         """Return what each of several drafters took, with what those at the target did in its step."""
         if self._several is None or result.draft_s == 0.0:
             return seconds
-        each_s = zip(self._at_target, result.drafters_s or (result.draft_s,), strict=True)
-        of_target = {place: its_s for place, its_s in each_s if its_s > 0.0}
+        each_s = result.drafters_s or (result.draft_s,)
+        if len(each_s) != len(self._at_target):  # it came from elsewhere, and is no more than a measurement
+            return seconds
+        of_target = {
+            place: its_s for place, its_s in zip(self._at_target, each_s, strict=True) if its_s > 0.0
+        }
         for place, its_s in of_target.items():
             self._note_seconds(place, its_s)
         return {**seconds, **of_target}

@@ -95,7 +95,7 @@ class TargetDrafting:
             view = self._sequences[work.request_id]
             view.see(work.start, work.token_ids[:1])
             view.kv_budget, view.drafter = work.kv_budget, work.drafter
-            if work.start == 0:
+            if work.start == 0 or work.drafter < 0:
                 continue
             views.append(view)
             if work.num_self_drafted and len(work.token_ids) == 1:

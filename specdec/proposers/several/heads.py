@@ -49,14 +49,14 @@ class SeveralLoaded:
         layers, width = self.hidden_layers, self._layer_width
         if member.hidden_layers == layers:
             return source
-        columns = torch.arange(len(layers) * width).view(len(layers), width)
-        return _PartOfStates(source, columns[[layers.index(one) for one in member.hidden_layers]].flatten())
+        places = [layers.index(one) for one in member.hidden_layers]
+        return _PartOfStates(source, [slice(place * width, (place + 1) * width) for place in places])
 
 
 class _PartOfStates:
     """Implements `HiddenSource` with some of the layers that another one has."""
 
-    def __init__(self, source: HiddenSource, columns: torch.Tensor) -> None:
+    def __init__(self, source: HiddenSource, columns: Sequence[slice]) -> None:
         self._source = source
         self._columns = columns
 
@@ -75,7 +75,7 @@ class _PartOfStates:
 class _PartOfRows:
     """Implements `HiddenRows`."""
 
-    def __init__(self, rows: HiddenRows, columns: torch.Tensor) -> None:
+    def __init__(self, rows: HiddenRows, columns: Sequence[slice]) -> None:
         self._rows = rows
         self._columns = columns
 
@@ -92,7 +92,7 @@ class _PartOfRows:
     def since(self, row: int, end: int | None = None) -> torch.Tensor:
         """See `HiddenRows.since`."""
         rows = self._rows.since(row, end)
-        return rows.index_select(-1, self._columns.to(rows.device))
+        return torch.cat([rows[..., one] for one in self._columns], dim=-1)
 
     def read_from(self, row: int) -> None:
         """See `HiddenRows.read_from`."""

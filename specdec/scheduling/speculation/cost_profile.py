@@ -15,7 +15,7 @@ from specdec.core.errors import UNDECODABLE, ConfigError
 
 logger = logging.getLogger(__name__)
 
-PROFILE_FORMAT = 8
+PROFILE_FORMAT = 9
 """Raised when the meaning of anything below changes: profiles of other formats are measured anew."""
 DEFAULT_PROFILE_DIR = Path("~/.cache/drafthouse/profiles")
 

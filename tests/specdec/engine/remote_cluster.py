@@ -31,7 +31,7 @@ from specdec.scheduling.speculation.controller import FixedController, Speculati
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.speculation.modes import OverlapMode
 from specdec.transport.base import MAX_MESSAGE_BYTES, PeerAddress, PeerId
-from specdec.transport.memory import Faults, MemoryNetwork
+from specdec.transport.memory import Faults, MemoryChannel, MemoryNetwork
 
 VOCAB = 11
 MODEL = ToyModel(VOCAB, seed=1)
@@ -121,7 +121,10 @@ def serve_all(server: DraftServer) -> None:
 
 
 class Cluster:
-    """One coordinator's engine, one target worker, any number of draft workers, one simulated network."""
+    """One coordinator's engine, one target worker, any number of draft workers, one simulated network.
+
+    Another one may share draft workers and network: it has an engine and a target of its own.
+    """
 
     def __init__(
         self,
@@ -145,40 +148,51 @@ class Cluster:
         max_draft_tokens: int = MAX_DRAFT_TOKENS,
         beside: Mapping[str, Proposer] | None = None,
         kv_budgets: KvBudgets | None = None,
+        first: Cluster | None = None,
     ) -> None:
-        """`make_drafter` (None: a `ToyDrafter`) makes proposers of these capabilities, `around` what is put
-        around them; where they have nothing, `fallback` stands in, or goes before them. Without a
-        `controller`, `mode` and `num_draft_tokens` are always the same. `max_message_bytes` is the longest
-        message to the target and back, `max_draft_tokens` the longest draft that draft workers make. With
-        others `beside`, by name, each request has one of them or, as `pool`, the draft workers.
+        """Start it.
+
+        `first` is who starts and stops the draft workers, where they are shared. `make_drafter` (None: a
+        `ToyDrafter`) makes proposers of these capabilities, `around` what is put around them; where they
+        have nothing, `fallback` stands in, or goes before them. Without a `controller`, `mode` and
+        `num_draft_tokens` are always the same. `max_message_bytes` is the longest message to the target and
+        back, `max_draft_tokens` the longest draft that draft workers make. With others `beside`, by name,
+        each request has one of them or, as `pool`, the draft workers.
         """
         self.max_draft_tokens = max_draft_tokens
         self.around = around
         self.shares = shares
-        self.servers: dict[PeerId, DraftServer] = {}
+        self.servers: dict[PeerId, DraftServer] = {} if first is None else first.servers
         self.make_drafter = make_drafter
-        self.clock = ManualClock()
-        self.network = MemoryNetwork(seed=seed, clock=self.clock)
-        self.drafters: dict[PeerId, ToyDrafter] = {}
-        self.addresses: dict[PeerId, PeerAddress] = {}
+        self.clock = ManualClock() if first is None else first.clock
+        self.network = MemoryNetwork(seed=seed, clock=self.clock) if first is None else first.network
+        self.drafters: dict[PeerId, ToyDrafter] = {} if first is None else first.drafters
+        self.addresses: dict[PeerId, PeerAddress] = {} if first is None else first.addresses
+        self.channels: dict[PeerId, MemoryChannel] = {} if first is None else first.channels
+        self.proposers: list[RemoteProposer] = [] if first is None else first.proposers
+        """Of all who share the draft workers."""
         self.num_started = 0
+        suffix = f"-{len(self.proposers)}" if self.proposers else ""
         self.proposer = RemoteProposer(
-            self.network.open(PeerId("coordinator-draft")),
+            self.network.open(PeerId(f"coordinator-draft{suffix}")),
             capabilities=capabilities,
             vocab_size=VOCAB,
             clock=self.clock,
         )
+        self.proposers.append(self.proposer)
+        self.tell_workers()
         for _ in range(num_drafters):
             self.start_drafter()
-        worker = self.network.open(TARGET, max_message_bytes=max_message_bytes)
-        coordinator = self.network.open(PeerId("coordinator"), max_message_bytes=max_message_bytes)
+        target_id = PeerId(f"{TARGET}{suffix}")
+        worker = self.network.open(target_id, max_message_bytes=max_message_bytes)
+        coordinator = self.network.open(PeerId(f"coordinator{suffix}"), max_message_bytes=max_message_bytes)
         worker.admit([coordinator.address])
         if make_target is None:
             self.toy = ToyTarget(MODEL, num_blocks=num_blocks, judge=judge)
         else:
             self.toy = make_target(self.clock)
         self.target_server = TargetServer(worker, self.toy)
-        self.network.serve(TARGET, lambda: self.target_server.step(0))
+        self.network.serve(target_id, lambda: self.target_server.step(0))
         self.network.faults = faults
         combine = LookupFirst if is_fallback_first else FallbackProposer
         self.target = RemoteTarget(
@@ -201,8 +215,8 @@ class Cluster:
     def start_drafter(self, busy_s: float = 0.0) -> PeerId:
         self.num_started += 1
         name = PeerId(f"draft-{self.num_started}")
-        channel = self.network.open(name)
-        channel.admit([self.proposer._channel.address])
+        channel = self.channels[name] = self.network.open(name)
+        self.addresses[name] = channel.address
         drafter = self.drafters[name] = ToyDrafter(self.clock, busy_s)
         proposer = drafter if self.make_drafter is None else self.make_drafter()
         if self.around is not None:
@@ -216,18 +230,25 @@ class Cluster:
         )
         self.servers[name] = server
         self.network.serve(name, partial(serve_all, server))
-        self.addresses[name] = channel.address
-        self.proposer.set_workers(list(self.addresses.values()))
+        self.tell_workers()
         return name
+
+    def tell_workers(self) -> None:
+        """Let draft workers and all who share them know of each other."""
+        for channel in self.channels.values():
+            channel.admit([one._channel.address for one in self.proposers])
+        for one in self.proposers:
+            one.set_workers(list(self.addresses.values()))
 
     def stop_drafter(self, name: PeerId, *, told: bool) -> None:
         """Kill a drafter; `told`: the directory notices too."""
         self.network.kill(name)
         del self.servers[name]
         del self.drafters[name]
+        del self.channels[name]
         del self.addresses[name]
         if told:
-            self.proposer.set_workers(list(self.addresses.values()))
+            self.tell_workers()
 
     def run(self, requests: Sequence[Request]) -> dict[RequestId, list[int]]:
         tokens: dict[RequestId, list[int]] = {request.request_id: [] for request in requests}

@@ -12,6 +12,8 @@ import pytest
 from specdec.core.ids import RequestId
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
+from specdec.engine.profiling.plan import ProfilePlan
+from specdec.engine.profiling.rounds import measure_profile
 from specdec.proposers.config import SpeculativeConfig
 from tests.pairwise import mostly_full
 from tests.rank_pool import Pools
@@ -151,8 +153,22 @@ def test_the_controller_measures_each_and_gives_the_better_one(
         results = engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
         engine.check_integrity()
     assert [one.token_ids[:10] for one in results] == [one[:10] for one in bench.alone("llama", "greedy")]
-    (profile,) = (tmp_path / "profiles").iterdir()
-    assert profile.stat().st_size > 0
+    assert list((tmp_path / "profiles").iterdir())
+
+
+def test_what_heads_cost_is_measured_once_they_have_read(bench: Bench, fitted: FittedDrafters) -> None:
+    """With 24 tokens in a step, and contexts of 32 and more: what is timed are drafts of all sequences."""
+    drafters = [heads(fitted, "medusa"), heads(fitted, "eagle3"), heads(fitted, "eagle")]
+    config = several(bench, drafters, cache={"block_size": 4, "num_blocks": 600})
+    with Engine(config) as engine:
+        plan = ProfilePlan(
+            key="k", max_num_seqs=8, max_num_batched_tokens=24, max_draft_tokens=5, budget_s=20
+        )
+        profile = measure_profile(engine._parts.target, engine._parts.proposer, plan)
+    for points in (profile.draft, *profile.other_drafts):
+        assert max(point.num_sequences for point in points) == 8
+        assert any(point.context_tokens >= 4 * 32 * point.num_sequences for point in points)
+        assert all(point.seconds > 1e-6 for point in points), "nothing was drafted"
 
 
 @pytest.mark.parametrize("rule", mostly_full(["rejection", "block", "multi_round"], ["block"]))
