@@ -91,6 +91,11 @@ class ExchangedController:
         """That of the present one."""
         return self.current.state
 
+    @property
+    def minds_targets(self) -> bool:
+        """Whether the present one does."""
+        return self.current.minds_targets
+
     def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """Ask the present one."""
         return self.current.choose(decoding, elsewhere)

@@ -7,7 +7,8 @@ Order of service is by priority, then arrival. In one round
 2. draft rows are added, and the rows that go beside them (all of a sequence's, with one draft row at least,
    or none), as far as rows and blocks go round evenly: they never cost anyone a block, and leave a quarter of
    the rows to prompts that wait to be read, and as many as there is use for to prompts of requests that want
-   their first token soon (`slo.ttft_ms`);
+   their first token soon (`slo.ttft_ms`). Where half of the time for that is over, and the controller minds,
+   nobody gets any: the round is shorter by the drafting;
 3. prompts that are being read get the rows that are left, in order;
 4. waiting requests are admitted in order, never past one that does not fit, and get the blocks of all
    their tokens at once, those that the prefix cache has first. Where somebody was preempted, nobody is
@@ -113,6 +114,8 @@ class _Planner:
             prefilling = [request for request in prefilling if request.request_id not in self._preempted]
         unread += prefilling
         wanted = bounded_choice(controller, decoding, elsewhere)
+        if controller.minds_targets and self._reads_pressed(unread):
+            wanted = [0] * len(decoding)
         self._give_draft_rows(decoding, wanted, [*unread, queue.head])
         for request in sorted(unread, key=lambda one: one.service_key):
             self._give_chunk(request, self._num_cached.get(request.request_id, request.num_computed))
@@ -126,6 +129,10 @@ class _Planner:
             admitted=tuple(self._admitted),
             num_cached=self._num_cached,
         )
+
+    def _reads_pressed(self, unread: Sequence[Schedulable]) -> bool:
+        """Whether the first token of one of these would come later by drafting."""
+        return any(request.request_id in self._limits.pressed for request in unread)
 
     def _give_rows(self, decoding: list[Schedulable]) -> list[Schedulable]:
         """Give each decoding sequence its one row; return those that were not preempted."""

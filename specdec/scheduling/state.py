@@ -135,6 +135,8 @@ class RoundLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that drafting for a sequence takes beside those of its drafts."""
     max_sequence_len: int | None = None
     """Tokens and rows of a sequence, at most; needed where there are rows beside."""
+    pressed: frozenset[RequestId] = frozenset()
+    """Requests without a first token for which the time is running out, and not over (`slo.ttft_ms`)."""
 
 
 class RoundPlan(msgspec.Struct, frozen=True, kw_only=True):

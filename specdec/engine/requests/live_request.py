@@ -21,6 +21,8 @@ from specdec.sampling.grammar import GrammarState
 from specdec.scheduling.speculation.drafter_shares import DrafterSet
 from specdec.scheduling.state import ServiceKey
 
+_PRESSED_SHARE = 0.5
+"""Of the time that is given for a first token: from then on nobody's drafts make it later."""
 _SCORED_CHUNK = 128
 """Prompt tokens read in one round where logits of all of them are wanted."""
 
@@ -219,6 +221,12 @@ class LiveRequest:
     def ttft_s(self) -> float | None:
         """How soon its first token is wanted, in seconds; None: no matter."""
         return _seconds(None if self.request.slo is None else self.request.slo.ttft_ms)
+
+    def is_pressed(self, now_s: float) -> bool:
+        """Whether time for its first token is running out, and not over."""
+        if self.ttft_s is None or self.is_decoding or self.committed_len > self.num_prompt_tokens:
+            return False
+        return _PRESSED_SHARE * self.ttft_s <= now_s - self.stats.arrival_s < self.ttft_s
 
     @property
     def num_blocks(self) -> int:

@@ -88,7 +88,7 @@ class Roster:
         """Return an empty block table over the target's pool."""
         return BlockTable(self._allocator, self.block_size)
 
-    def plan(self, controller: SpeculationController, most: int | None = None) -> RoundPlan:
+    def plan(self, controller: SpeculationController, now_s: float, most: int | None = None) -> RoundPlan:
         """Decide who runs in the next round, of those whose last round is over, at most so many of them."""
         present = [live for live in self.running.values() if not live.is_in_flight]
         if most is not None and len(present) > most:
@@ -103,6 +103,7 @@ class Roster:
             num_elsewhere=num_elsewhere,
             num_rows_beside=self._num_rows_beside,
             max_sequence_len=self._max_sequence_len,
+            pressed=frozenset(live.request_id for live in present if live.is_pressed(now_s)),
         )
         elsewhere: list[LiveRequest] = []
         if num_elsewhere:

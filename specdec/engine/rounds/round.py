@@ -307,11 +307,11 @@ class RoundLoop:
 
     def _plan(self, now_s: float, mode: OverlapMode) -> RoundPlan | None:
         roster = self._roster
-        plan = roster.plan(self._controller, roster.cohort_size if mode == "ping_pong" else None)
+        plan = roster.plan(self._controller, now_s, roster.cohort_size if mode == "ping_pong" else None)
         if self._flights and (plan.preempted or not plan.num_tokens):
             return None  # what is in flight may free what is missing
         if plan.preempted or not plan.num_tokens:
-            plan = roster.plan(self._controller)
+            plan = roster.plan(self._controller, now_s)
         assert plan.num_tokens, "a round without work: the planner must always let the first in order go on"
         applied = self._roster.apply(plan, now_s)
         self._metrics.num_recomputed_tokens += applied.num_recomputed

@@ -40,6 +40,11 @@ class TimedController:
         """See `SpeculationController`."""
         return self._controller.state
 
+    @property
+    def minds_targets(self) -> bool:
+        """See `SpeculationController`."""
+        return self._controller.minds_targets
+
     def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """See `SpeculationController`."""
         started_s = self._clock.now_s()

@@ -101,6 +101,11 @@ class SpeculationController(Protocol):
         """What was decided last, and why (any thread)."""
         ...
 
+    @property
+    def minds_targets(self) -> bool:
+        """Whether latency targets of requests (`slo`) bound drafting."""
+        ...
+
     def choose(self, decoding: Sequence[Schedulable], elsewhere: Sequence[Schedulable] = ()) -> Sequence[int]:
         """Return the wanted number of draft tokens of each sequence, in the same order.
 
@@ -165,6 +170,8 @@ class PicksDrafters(Protocol):
 
 class FixedController:
     """The same k for everyone, always."""
+
+    minds_targets = False
 
     def __init__(
         self, num_draft_tokens: int, mode: OverlapMode = "lockstep", *, drafter_caps: Sequence[int] = ()

@@ -60,6 +60,8 @@ class GoodputController:
     What is thought worse is tried now and then (`Trials`). `Rhythm` says when all this is thought over.
     """
 
+    minds_targets = True
+
     def __init__(
         self, settings: ControllerSettings, profile: CostProfile, clock: Clock | None = None
     ) -> None:

@@ -68,6 +68,7 @@ class Simulation:
     num_accepted: int = 0
     num_rows_beside: int = 0
     max_sequence_len: int | None = None
+    pressed: frozenset[RequestId] = frozenset()
     running: dict[RequestId, FakeRequest] = field(default_factory=dict)
     waiting: WaitingQueue[FakeRequest] = field(default_factory=WaitingQueue)
     finished: list[FakeRequest] = field(default_factory=list)
@@ -83,6 +84,7 @@ class Simulation:
             num_usable_blocks=self.num_blocks,
             num_rows_beside=self.num_rows_beside,
             max_sequence_len=self.max_sequence_len,
+            pressed=self.pressed,
         )
 
     def plan(self) -> RoundPlan:

@@ -110,6 +110,38 @@ def test_prompts_whose_first_token_is_wanted_soon_go_before_drafts(
     assert plan.num_tokens[RequestId("long")] == num_prompt_rows
 
 
+class Minding(FixedController):
+    """Drafts are bounded by latency targets."""
+
+    minds_targets = True
+
+
+@pytest.mark.parametrize(
+    ("controller", "pressed", "has_drafts"),
+    [
+        (Minding(2), {"prompt"}, False),
+        (Minding(2), {"a"}, True),  # it decodes: its first token is there
+        (Minding(2), set(), True),
+        (FixedController(2), {"prompt"}, True),
+    ],
+)
+def test_nobody_drafts_while_a_prompt_is_read_whose_time_runs_out(
+    controller: FixedController, pressed: set[str], has_drafts: bool
+) -> None:
+    prompt = fake_request("prompt", 5, arrival=9, computed=2)
+    prompt.num_blocks = 2
+    simulation = simulation_of(
+        *[decoding(name, 4, arrival=index, blocks=2) for index, name in enumerate("abc")],
+        prompt,
+        controller=controller,
+        num_blocks=40,
+    )
+    simulation.pressed = frozenset(map(RequestId, pressed))
+    plan = simulation.plan()
+    assert plan.num_draft_tokens == (dict.fromkeys("abc", 2) if has_drafts else {})
+    assert plan.num_tokens[RequestId("prompt")] == 3
+
+
 @pytest.mark.parametrize(
     ("requested", "k", "expected"),
     [(None, 4, 4), (0, 4, 0), (2, 4, 2), (9, 4, 4), (64, 4, 4), (9, 8, 5), (None, 8, 5), (64, 0, 0)],
