@@ -81,8 +81,9 @@ class Drafting:
         """Return which of the drafters at the target a request has, counted among these; one alone reads all
         requests along, of several none reads what others draft for: -1.
         """
-        if self.is_at_target(live):
-            return self._at_target.index(live.drafter)
+        place = live.drafter  # once: who picks may change his mind
+        if place in self._at_target:
+            return self._at_target.index(place)
         return -1 if len(self._at_target) > 1 else 0
 
     def drafters_of(
