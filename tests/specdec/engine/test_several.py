@@ -437,7 +437,9 @@ def test_drafters_and_budgets_change_at_run_time_and_no_token_does(
         options = parts.kv_budgets._config.budgets
 
         def picked(request_id: RequestId) -> tuple[int, KvBudget]:
-            return had.setdefault(request_id, (rng.randrange(3), rng.choice(options)))
+            if request_id not in had:  # drawn once, however often it is asked
+                had[request_id] = rng.randrange(3), rng.choice(options)
+            return had[request_id]
 
         parts.drafters.pick = lambda request_id, _: picked(request_id)[0]
         parts.kv_budgets.pick = lambda request_id, _: picked(request_id)[1]
