@@ -131,7 +131,11 @@ class CoordinatorReplica:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What the autoscaling policy wants to know of this replica."""
         recent = self._recent()
-        return group_stats(self._desk.metrics(), round_s=None if recent is None else recent.round_s)
+        return group_stats(
+            self._desk.metrics(),
+            round_s=None if recent is None else recent.round_s,
+            has_target=self._desk.description is not None,
+        )
 
     def wake(self) -> None:
         """Do nothing: a call that waits for a replica makes Serve start one where there is none."""

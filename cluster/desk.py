@@ -35,6 +35,7 @@ from specdec.core.error_codes import (
     COORDINATOR_CRASHED,
     FAILED_REPEATEDLY,
     OUTPUT_TOO_LARGE,
+    REPLAY_FAILED,
     SHUTTING_DOWN,
     TARGET_LOST,
 )
@@ -329,6 +330,8 @@ class RequestDesk:
                 self._tell(stream)
             return
         former = () if stream is None else stream.losses  # which the ingress may not have heard of
+        if stream is not None:
+            self._orders.abort((stream,))  # the next attempt may have to wait until nothing runs
         stream = DeskStream.of(request, sender, self._clock.now_s(), num_cleared=num_cleared)
         stream.losses = former
         self._streams[request.request_id] = stream
@@ -459,7 +462,7 @@ class RequestDesk:
 
     def note_not_replayed(self, stream: DeskStream, error: InputError) -> None:
         """See `engine_orders.Outcomes`."""
-        last = stream.failed(f"it cannot be replayed: {error}", "replay_failed")
+        last = stream.failed(f"it cannot be replayed: {error}", REPLAY_FAILED)
         self._send(stream.ingress, OutputFrame((last,)))
         self._remove(stream)
 

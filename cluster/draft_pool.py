@@ -52,6 +52,8 @@ _FORGIVEN_AFTER_S = 60.0
 """A worker that is lost later is the first one to be lost."""
 _REFUSALS = ("refused_entries", "outgrown_sequences")
 """Of a worker's counters: requests that it had no place or no memory for."""
+_NEARLY_FULL = 0.99
+"""Memory of which no more is free: only who refuses requests leaves some out."""
 _FULL_S = 10.0
 """For how long a worker counts as full behind each refusal, beside the longest time between two attempts of
 coordinators: as long as they go on in vain, Serve's mean over its reports is that of a full pool."""
@@ -123,13 +125,17 @@ class DraftPoolReplica:
         """What the autoscaling policy wants to know of this replica, and of the coordinators.
 
         A worker that refuses requests beside those that it has is full, whatever places it has left: those
-        are short of memory.
+        are short of memory. Else it is as full as its places or its memory are, whichever is more: by places
+        alone one more would look idle as soon as it has taken what was refused.
         """
         if time.monotonic() < self._full_until_s:
             return {**pool_stats(self._demands), "usage": 1.0}
         shares = self._cluster.draft_shares(self._engine.scheduler.max_num_seqs)
         places = shares.max_sequences or 1
-        usage = self._counters.get("num_sequences", 0.0) / places
+        usage = max(
+            self._counters.get("num_sequences", 0.0) / places,
+            min(_NEARLY_FULL, self._counters.get("memory_held", 0.0)),
+        )
         return {**pool_stats(self._demands), "usage": min(1.0, usage)}
 
     def wake(self) -> None:

@@ -77,16 +77,16 @@ class Quarantine:
                 self._alone = None  # it has ended, is suspected no more, or its ingress began a new epoch
             if not self._waiting:
                 return False
-            if is_busy():
-                return True  # alone means alone: what runs ends first, and nothing new begins
             stream = self._streams.get(self._waiting[0])
-            if stream is not None and stream.awaits_turn:
-                if stream.is_suspect:
+            if stream is not None and stream.awaits_turn:  # nobody waits for one that has left
+                if not stream.is_suspect:
+                    let_go(stream)
+                elif is_busy():
+                    return True  # alone means alone: what runs ends first, and nothing new begins
+                else:
                     self._alone = stream
                     self._probation_left = PROBATION_OUTPUTS
                     run(stream)
-                else:
-                    let_go(stream)
                 stream.awaits_turn = False
             self._waiting.popleft()
 

@@ -40,6 +40,7 @@ from specdec.core.error_codes import (
     COORDINATOR_LOST,
     DISPLACED,
     FAILED_REPEATEDLY,
+    REPLAY_FAILED,
     SHUTTING_DOWN,
 )
 from specdec.core.errors import (
@@ -73,6 +74,8 @@ Sink = Callable[[RequestOutput | DrafthouseError], None]
 
 _RETRY_AFTER_S = 2.0
 """What a client is told when no coordinator is there."""
+_MOST_REFUSED_S = 5.0
+"""After so long whoever had no room for a stream is asked again, if that has nobody better."""
 _TOKEN_BYTES = 5
 """A token id in a message, at most."""
 _HEAD_BYTES = 64
@@ -124,6 +127,8 @@ class _Stream:
     refused_by: set[PeerId] = field(default_factory=set)
     refusal: CapacityError | None = None
     """Of these refusals for want of room, the one that passes first."""
+    refused_until_s: float = 0.0
+    """While it has a coordinator, nobody else who has refused it is asked again before then."""
     prefix: Sequence[BlockKey] | None = None
     """Names of its prompt's blocks, once anybody has asked."""
 
@@ -437,7 +442,7 @@ class StreamBook:
         if refused.kind == "input":
             if is_replay:
                 message = f"the request could not be continued elsewhere: {refused.message}"
-                self._finish(stream, _last_output(stream, "error", message, "replay_failed"))
+                self._finish(stream, _last_output(stream, "error", message, REPLAY_FAILED))
             else:
                 self._reject(stream, InputError(refused.message, param=refused.param))
             return
@@ -459,11 +464,12 @@ class StreamBook:
     ) -> None:
         """A coordinator has no room for a stream: try another. One that goes on waits as long as it takes."""
         stream.refused_by.add(coordinator)
+        stream.refused_until_s = self._clock.now_s() + min(refusal.retry_after_s, _MOST_REFUSED_S)
         if stream.refusal is None or refusal.retry_after_s < stream.refusal.retry_after_s:
             stream.refusal = refusal
         if goes_on:
             stream.forget_refusals()
-            stream.not_before_s = self._clock.now_s() + min(refusal.retry_after_s, 5.0)
+            stream.not_before_s = stream.refused_until_s
         elif self._route(stream) is None:
             self._reject(stream, stream.refusal)
             return
@@ -505,7 +511,7 @@ class StreamBook:
         for stream in list(self._streams.values()):
             if stream.coordinator != coordinator.peer_id:
                 continue
-            if stream.was_admitted:
+            if stream.was_admitted or self._clock.now_s() >= stream.refused_until_s:
                 stream.forget_refusals()
             others = self._coordinators.fitting(stream.model_revision, stream.refused_by)
             if any(one.has_target for one in others):
@@ -555,14 +561,16 @@ class StreamBook:
         """Forget the silence of those that nobody is suspected for: who has crashed never comes back."""
         if self._silent:
             crashes = {crash for stream in self._streams.values() for crash in stream.suspected_for}
+            waited_for = {stream.held_for for stream in self._streams.values()}
             self._silent = {
-                peer_id: nonce for peer_id, nonce in self._silent.items() if Crash.of_link(peer_id) in crashes
+                peer_id: nonce
+                for peer_id, nonce in self._silent.items()
+                if Crash.of_link(peer_id) in crashes or peer_id in waited_for
             }
 
     def _evict_lost(self, stream: _Stream) -> None:
-        """Its coordinator has lost it: once admitted, it may go where there was no room for it, too."""
-        if stream.was_admitted:
-            stream.forget_refusals()
+        """Its coordinator has lost it: it may go where there was no room for it, too."""
+        stream.forget_refusals()
         self._evict(stream)
 
     def _evict(self, stream: _Stream) -> None:

@@ -31,7 +31,12 @@ _MIN_BARE_LENGTH = 16
 _FOLLOW_S = 2.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
-_LIMIT = re.compile(r"(max_concurrency|tokens_per_minute)=([1-9][0-9]{0,11})|(min_priority)=(-?[0-9]{1,4})")
+_MOST_DIGITS = 12
+"""Of a limit."""
+_LIMIT = re.compile(
+    rf"(max_concurrency|tokens_per_minute)=([1-9][0-9]{{0,{_MOST_DIGITS - 1}}})"
+    r"|(min_priority)=(-?[0-9]{1,4})"
+)
 _LIKE_A_DIGEST = re.compile(r"(?:sha256:.*)|[0-9a-fA-F]{32,}", re.DOTALL)
 """A word like this was meant to be one: it is not taken for a key."""
 _LIKE_A_LIMIT = re.compile(r"(?:max_concurrency|tokens_per_minute|min_priority)=")
@@ -54,12 +59,15 @@ def new_api_key(
     """Return a random key, which is nowhere else, and what the server is to know of it.
 
     Raises:
-        ConfigError: the name has characters that the file could not hold.
+        ConfigError: the name has characters, or a limit more digits, than the file could hold.
     """
     if not _NAME.fullmatch(name) or _DIGEST.fullmatch(name):
         raise ConfigError(
             f"NAME must be up to 64 letters, digits and . _ @ -, the first a letter or digit, got {name!r}"
         )
+    for option, limit in (("--max-concurrency", max_concurrency), ("--tokens-per-minute", tokens_per_minute)):
+        if limit is not None and limit >= 10**_MOST_DIGITS:
+            raise ConfigError(f"{option}: give a number of at most {_MOST_DIGITS} digits, got {limit}")
     text = KEY_PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
     key = ApiKey(
         name=name,
@@ -278,6 +286,14 @@ async def take_api_keys(keys_file: ApiKeysFile, ring: KeyRing) -> None:
 
 async def follow_api_keys(keys_file: ApiKeysFile, ring: KeyRing, *, interval_s: float = _FOLLOW_S) -> None:
     """Put the file's keys into `ring` whenever it changes, until cancelled; see `take_api_keys`."""
+    has_failed = False
     while True:
-        await take_api_keys(keys_file, ring)
+        try:
+            await take_api_keys(keys_file, ring)
+        except Exception:  # the border to threads and files: who stops looking keeps revoked keys for good
+            if not has_failed:
+                logger.exception("the API keys could not be looked at, which is tried again")
+            has_failed = True
+        else:
+            has_failed = False
         await asyncio.sleep(interval_s)

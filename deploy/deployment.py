@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.serve.api import RunTarget
 from ray.serve.config import ControllerOptions, HTTPOptions, ProxyLocation
 from ray.serve.context import _get_global_client  # Ray has no public form of this
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
 
@@ -32,6 +32,8 @@ from specdec.core.errors import CheckpointError, ConfigError, DrafthouseError, R
 _POLL_S = 0.25
 _STOP_POLL_S = 0.05
 _CALL_TIMEOUT_S = 3.0
+_SILENT_S = 10.0
+"""Replicas that have not answered for so long are gone, or of no use."""
 _WATCH_S = 2.0
 _PROBE_TIMEOUT_S = 5.0
 _PLACES_S = 5.0
@@ -182,8 +184,9 @@ class Deployment:
         except (RayError, RayServeException) as error:
             logger.warning("no coordinator to be drained: %s", _first_line(error))
             return
-        told = [pool for pool in pools if _ask_replicas(pool, "close_down", limit_s)]
-        while any(sum(_ask_replicas(pool, "num_streams")) for pool in told):
+        # Who has not answered may have heard it all the same.
+        draining = [_DrainingPool(pool) for pool in pools if _ask_replicas(pool, "close_down", limit_s) != []]
+        while any(pool.has_streams() for pool in draining):
             if time.monotonic() > give_up_s:
                 return
             time.sleep(_STOP_POLL_S)
@@ -245,16 +248,34 @@ def _without_place() -> tuple[str, ...]:
         return ()
 
 
-def _ask_replicas(pool: DeploymentHandle[Any], method: str, *args: object) -> list[Any]:
-    """Return what all replicas of a deployment answer; nothing where there are none, or they cannot be asked.
+class _DrainingPool:
+    """The replicas of one deployment, while their last streams end."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+        self._heard_s = time.monotonic()
+
+    def has_streams(self) -> bool:
+        """Whether there are streams, as far as is known: one who is late with an answer has not said no."""
+        numbers = _ask_replicas(self._handle, "num_streams")
+        if numbers is None:
+            return time.monotonic() - self._heard_s < _SILENT_S
+        self._heard_s = time.monotonic()
+        return sum(numbers) > 0
+
+
+def _ask_replicas(pool: DeploymentHandle[Any], method: str, *args: object) -> list[Any] | None:
+    """Return what all replicas of a deployment answer; None: not all have. Nothing where there are none.
 
     A model that was scaled to zero has none: that must not keep the others from being asked.
     """
     try:
         return list(pool.broadcast(method, *args).results(timeout_s=_CALL_TIMEOUT_S))
-    except (RayError, RayServeException, TimeoutError) as error:
-        logger.warning("no replica of %s to be drained: %s", pool.deployment_name, _first_line(error))
+    except DeploymentUnavailableError:
         return []
+    except (RayError, RayServeException, TimeoutError) as error:
+        logger.warning("%s does not say how it drains: %s", pool.deployment_name, _first_line(error))
+        return None
 
 
 def start_serve(http: HttpConfig, environment: Mapping[str, str] | None = None) -> None:

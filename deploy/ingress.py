@@ -165,8 +165,18 @@ async def tell_expiry(files: CertificateFiles, metrics: DoorMetrics) -> None:
     Nothing is said where this node has not the files, which are read where proxies are.
     """
     followed = FollowedCertificate(files, expiry_timestamp_s)
+    has_failed = False
     while True:
-        timestamp_s = await asyncio.to_thread(followed.current)
-        if timestamp_s is not None:
-            metrics.set_certificate_expiry(files.certificate_file, timestamp_s)
+        try:
+            timestamp_s = await asyncio.to_thread(followed.current)
+        except Exception:  # the border to threads and files, beside which everything goes on
+            if not has_failed:
+                logger.exception(
+                    "the end of the TLS certificate could not be looked up, which is tried again"
+                )
+            has_failed = True
+        else:
+            has_failed = False
+            if timestamp_s is not None:
+                metrics.set_certificate_expiry(files.certificate_file, timestamp_s)
         await asyncio.sleep(followed.look_s)

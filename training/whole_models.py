@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from specdec.core.errors import CheckpointError
-from training.checkpointing import first_line
+from specdec.model.checkpoint import foreign_files
 
 _AUTO_MODEL: Any = AutoModelForCausalLM
+_GENERATION_CONFIG: Any = GenerationConfig
 
 
 def load_whole_model(folder: Path, dtype: torch.dtype, **options: object) -> PreTrainedModel:
@@ -20,17 +21,17 @@ def load_whole_model(folder: Path, dtype: torch.dtype, **options: object) -> Pre
     Raises:
         CheckpointError: transformers does not read it, or it lacks weights of the model that it names.
     """
-    try:
+    with foreign_files(f"{folder} cannot be loaded"):
         model, found = _AUTO_MODEL.from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            # Not the folder's, for which transformers refuses whole models that are served.
+            generation_config=_GENERATION_CONFIG(),
             **options,
         )
-    except (ImportError, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {first_line(error)}") from error
     missing = sorted(found["missing_keys"])
     if missing:
         # transformers draws them by chance, and says so among much else.

@@ -178,7 +178,12 @@ class DraftWorkerProcess:
         counters = dict(self._server.counters)
         if self._inbox is not None:
             counters.update(self._inbox.counters)
-        return {"num_sequences": float(self._server.num_sequences), **counters}
+        server = self._server
+        return {
+            "num_sequences": float(server.num_sequences),
+            "memory_held": server.memory_held,
+            **counters,
+        }
 
     def take_texts(self) -> Sequence[LearnableText]:
         """Return, once, the texts that have ended since the last call, as far as they may be learnt from."""

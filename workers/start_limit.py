@@ -8,6 +8,7 @@ that does not help.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import logging
@@ -58,10 +59,13 @@ class StartLimit:
             self._what,
             self._limit_s,
         )
-        sys.stderr.flush()
-        faulthandler.dump_traceback(_STDERR)
-        logging.shutdown()
-        os._exit(1)
+        try:
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            faulthandler.dump_traceback(_STDERR)
+            logging.shutdown()
+        finally:
+            os._exit(1)  # whether or not there is room for what is said
 
 
 def ends_unless_started(what: str, limit_of: Callable[..., float]) -> Callable[[Constructor], Constructor]:

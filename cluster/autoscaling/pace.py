@@ -35,6 +35,8 @@ class ScalingMemory:
     """Since when more have been wanted."""
     down_since_s: float | None = None
     """Since when fewer have been wanted than serve."""
+    down_to: int | None = None
+    """The most that have been wanted since then."""
     idle_since_s: float | None = None
     starting_since_s: float | None = None
     """Since when some that were asked for do not serve, and no other has come to."""
@@ -62,9 +64,9 @@ def decide(
     Up: after `up_after_s` of wanting more, and not while those asked for before are still starting (a model
     that loads for minutes would else be asked for again and again). Who has not come to serve for
     `start_patience_s` may never do so (a bad node, no place): others take their part. Down: after
-    `down_after_s` in which fewer than those that serve were wanted, and not within `cooldown_s` of a change.
-    To zero: only from idleness of those that serve, for `scale_to_zero_after_s`; what is still starting then
-    is given up first. From zero: at once.
+    `down_after_s` in which fewer than those that serve were wanted, to the most that were then, and not
+    within `cooldown_s` of a change. To zero: only from idleness of those that serve, for
+    `scale_to_zero_after_s`; what is still starting then is given up first. From zero: at once.
     """
     number = fleet.num_asked_for
     memory = memory.until(now_s)
@@ -82,6 +84,7 @@ def decide(
         memory,
         up_since_s=_since(goal > number, memory.up_since_s, now_s),
         down_since_s=_since(is_less_wanted, memory.down_since_s, now_s),
+        down_to=max(memory.down_to or 0, wanted) if is_less_wanted else None,
         idle_since_s=_since(
             wish.is_idle and (fleet.num_ready > 0 or number == 0), memory.idle_since_s, now_s
         ),
@@ -99,7 +102,7 @@ def decide(
     elif wanted < number:
         is_calm = memory.changed_s is None or now_s - memory.changed_s >= config.cooldown_s
         if _lasts(memory.down_since_s, config.down_after_s, now_s) and is_calm:
-            decided = wanted
+            decided = wanted if memory.down_to is None else memory.down_to
     if fleet.low == 0 and _lasts(memory.idle_since_s, config.scale_to_zero_after_s, now_s):
         if 0 < decided <= 1:
             decided = 0

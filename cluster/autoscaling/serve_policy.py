@@ -8,7 +8,8 @@ Serve start one by itself, before it asks a policy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,29 +26,49 @@ if TYPE_CHECKING:
 _ASKED_FOR = "num_asked_for"
 _PACE = "pace"
 _SEEN = "seen_rounds"
+_HAS_TARGET = "has_target"
+"""0 while a coordinator's target is lost and is loaded anew."""
 _LOOK_BACK_S = 20.0
 """Serve averages what replicas report over so many seconds; they report every ten."""
 
 
-def group_stats(metrics: Mapping[str, float], *, round_s: float | None) -> dict[str, float]:
+def group_stats(
+    metrics: Mapping[str, float], *, round_s: float | None, has_target: bool = True
+) -> dict[str, float]:
     """Return what a coordinator reports, from its engine's metrics: for our policies and for others.
 
     `speculation_pool_worth` is there once the controller compares: at 1 or below for minutes, the draft pool
     is not worth its devices.
     """
     wanted = ("num_requests_running", "num_requests_waiting", "queue_wait_seconds", "kv_cache_usage_perc")
-    stats = {name: float(metrics.get(name, 0.0)) for name in wanted}
+    stats = {name: float(metrics.get(name, 0.0)) for name in wanted} | {_HAS_TARGET: float(has_target)}
     worth = metrics.get("speculation_pool_worth")
     if worth is not None:
         stats["speculation_pool_worth"] = float(worth)
     return stats if round_s is None else {**stats, "round_seconds": round_s}
 
 
+def _has_target(report: Mapping[str, float]) -> bool:
+    return report.get(_HAS_TARGET, 1.0) >= 0.5  # Serve reports the mean over a while
+
+
+def _monotonic_s(_: AutoscalingContext) -> float:
+    """Return the time by which a wish has lasted: that of the context may be set forward, too."""
+    return time.monotonic()
+
+
 class TargetGroupPolicy:
     """Scales the Coordinator deployment: one replica is one whole target group."""
 
-    def __init__(self, config: Mapping[str, Any], max_num_seqs: int, namespace: str = "") -> None:
-        """`namespace`: whose directory is told what is decided; empty: none."""
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        max_num_seqs: int,
+        namespace: str = "",
+        now_s: Callable[[AutoscalingContext], float] = _monotonic_s,
+    ) -> None:
+        """`namespace`: whose directory is told what is decided; empty: none. `now_s` reads the clock."""
+        self._now_s = now_s
         self._config = TargetScalingConfig.model_validate(config)
         self._max_num_seqs = max_num_seqs
         self._teller = WantedTeller(namespace, "target") if namespace else None
@@ -64,20 +85,31 @@ class TargetGroupPolicy:
                 round_s=report.get("round_seconds"),
             )
             for report in reports
+            if _has_target(report)
         ]
-        assert context.current_time is not None
+        # They run nothing, and their emptiness is none: they start again, and what waits there is for others.
+        num_waiting = sum(
+            report.get("num_requests_waiting", 0.0) for report in reports if not _has_target(report)
+        )
+        now_s = self._now_s(context)
         before = {int(size): SeenRounds(*one) for size, one in context.policy_state.get(_SEEN, {}).items()}
-        seen = with_loads(before, loads, context.current_time)
-        wish = wanted_groups(loads, self._max_num_seqs, self._config, seen)
-        number, state = _decided(context, wish, len(loads), self._config, self._teller)
+        seen = with_loads(before, loads, now_s)
+        wish = wanted_groups(loads, self._max_num_seqs, self._config, seen, num_waiting_elsewhere=num_waiting)
+        number, state = _decided(context, now_s, wish, len(loads), self._config, self._teller)
         return number, {**state, _SEEN: {size: tuple(one) for size, one in seen.items()}}
 
 
 class DraftPoolPolicy:
     """Scales the DraftPool deployment: one replica is one draft worker, with all its ranks."""
 
-    def __init__(self, config: Mapping[str, Any], namespace: str = "") -> None:
-        """`namespace`: as for target groups."""
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        namespace: str = "",
+        now_s: Callable[[AutoscalingContext], float] = _monotonic_s,
+    ) -> None:
+        """`namespace` and `now_s` as for target groups."""
+        self._now_s = now_s
         self._config = DraftScalingConfig.model_validate(config)
         self._teller = WantedTeller(namespace, "draft") if namespace else None
 
@@ -85,7 +117,7 @@ class DraftPoolPolicy:
         """Return how many draft workers there should be."""
         reports = _reports(context)
         wish = wanted_workers(pool_load(reports), self._config)
-        return _decided(context, wish, len(reports), self._config, self._teller)
+        return _decided(context, self._now_s(context), wish, len(reports), self._config, self._teller)
 
 
 def pool_load(reports: Sequence[Mapping[str, float]]) -> PoolLoad:
@@ -145,10 +177,14 @@ def _reports(context: AutoscalingContext) -> list[dict[str, float]]:
 
 
 def _decided(
-    context: AutoscalingContext, wish: Wish, num_ready: int, config: PaceConfig, teller: WantedTeller | None
+    context: AutoscalingContext,
+    now_s: float,
+    wish: Wish,
+    num_ready: int,
+    config: PaceConfig,
+    teller: WantedTeller | None,
 ) -> tuple[int, dict[str, Any]]:
-    number, now_s = context.target_num_replicas, context.current_time
-    assert now_s is not None
+    number = context.target_num_replicas
     remembered = context.policy_state.get(_PACE) or {}
     memory = ScalingMemory(**remembered)
     if context.policy_state.get(_ASKED_FOR, number) != number:

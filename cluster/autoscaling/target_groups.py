@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from cluster.autoscaling.config import TargetScalingConfig
@@ -48,15 +48,20 @@ def wanted_groups(
     max_num_seqs: int,
     config: TargetScalingConfig,
     seen: Seen = MappingProxyType({}),
+    *,
+    num_waiting_elsewhere: float = 0.0,
 ) -> Wish:
     """Return how many target groups are wanted, from reports of those that serve.
 
     A group is its whole placement group: the number is one of groups, whatever ranks they have. `seen` is
-    what `with_loads` knows of rounds: whether smaller batches make them shorter.
+    what `with_loads` knows of rounds: whether smaller batches make them shorter. `num_waiting_elsewhere`
+    requests are at groups that do not serve.
     """
     num_groups = len(loads)
     if num_groups == 0:
-        return Wish(number=0, is_idle=True)
+        return Wish(number=0, is_idle=num_waiting_elsewhere == 0)
+    first = replace(loads[0], num_waiting=loads[0].num_waiting + num_waiting_elsewhere)
+    loads = [first, *loads[1:]]  # what counts is their sum
     needed = _needed(loads, max_num_seqs, config, seen, share=1.0)
     if needed > num_groups:
         return Wish(number=min(needed, math.ceil(num_groups * _MOST_AT_ONCE)))

@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 from pydantic_core import from_json
 
-from specdec.core.error_codes import COORDINATOR_LOST, GRAMMAR_NOT_COMPILED
+from specdec.core.error_codes import COORDINATOR_LOST, GRAMMAR_NOT_COMPILED, REPLAY_FAILED
 
 _PASSING = frozenset({408, 429, 502, 503})
 _NOT_ONLY_OF_SERVERS = _PASSING | {httpx.codes.NOT_FOUND, httpx.codes.REQUEST_ENTITY_TOO_LARGE}
 """Refusals that need not be JSON. With 404 Ray's proxy says in plain text that it has no route yet, with 413
 a proxy that one body is longer than it takes."""
-_MISHAPS = frozenset({COORDINATOR_LOST, GRAMMAR_NOT_COMPILED, "request_lost", "request_abort"})
+_MISHAPS = frozenset({COORDINATOR_LOST, REPLAY_FAILED, GRAMMAR_NOT_COMPILED, "request_lost", "request_abort"})
 """Codes of failures (500) of which nothing is known to lie in the request."""
 _WHO_ASKS = ("auth", "key", "permission", "origin", "country")
 """Parts of codes and types, among servers with OpenAI's API, of refusals (403) that mind no text."""

@@ -120,11 +120,12 @@ class BatchRunner:
                 wait_s = retry_after_s(response) or next_wait_s
             if self._num_answered > num_answered:  # the server is there: others got the room
                 num_answered, waited_s = self._num_answered, 0.0
-            if waited_s + wait_s > self._options.patience_s:
+            if waited_s >= self._options.patience_s:
                 raise BatchInterrupted(
                     f"line {item.number}: no answer for {waited_s:.0f} s ({reason}); the batch goes on from "
                     "here when it is run again (--patience waits longer)"
                 )
+            wait_s = min(wait_s, self._options.patience_s - waited_s)
             await self._sleep(wait_s)
             waited_s += wait_s
             next_wait_s = min(2 * next_wait_s, _LONGEST_WAIT_S)

@@ -284,8 +284,7 @@ def batch(
     given = [option for option, value in here.items() if value is not None]
     if given and not is_here:
         raise ConfigError(f"{given[0]} is for an engine in this process: give --config or --model, too")
-    if not math.isfinite(timeout):
-        raise ConfigError(f"--timeout: give a number of seconds, got {timeout}")
+    _require_finite("--timeout", "seconds", timeout)
     engine = (
         engine_config(config, model, draft, dtype, num_speculative_tokens, DEFAULT_CONFIG)
         if is_here
@@ -486,6 +485,9 @@ def online(
     from deploy.load.report import objectives_of
     from specdec.core.errors import ConfigError
 
+    _require_finite("--rate", "requests per second", rate)
+    _require_finite("--duration", "seconds", duration)
+    _require_finite("--timeout", "seconds", timeout)
     if vocab_size is not None and prompts is not None:
         raise ConfigError("--vocab-size: is for made-up prompts; leave it out, or --prompts")
     if prompt_length is not None and prompts is not None:
@@ -656,6 +658,14 @@ def write_rules(
         share_answered=answered,
     )
     write_all(file, objectives, runbook)
+
+
+def _require_finite(option: str, unit: str, number: float | None) -> None:
+    """Raise ConfigError for inf and nan, which are numbers to a command line."""
+    from specdec.core.errors import ConfigError
+
+    if number is not None and not math.isfinite(number):
+        raise ConfigError(f"{option}: give a number of {unit}, got {number}")
 
 
 def main() -> None:

@@ -50,6 +50,7 @@ from deploy.openai.requests import (
     limited,
     model_not_found,
     owned,
+    param_of_choices,
     parse_body,
     prepare_chat,
     prepare_completion,
@@ -341,11 +342,11 @@ class _Door:
     ) -> Response:
         """Read a request and answer it. Its time runs from here on, also where its text waits to be read."""
         self._require_any()
-        data = await http.body()
-        check_encoding(http.headers.getlist(ENCODING_HEADER))
         now_s = asyncio.get_running_loop().time
-        arrived_s = now_s()
         with self._ring.preparing(_key_of(http), self.metrics):
+            data = await http.body()
+            check_encoding(http.headers.getlist(ENCODING_HEADER))
+            arrived_s = now_s()
             body = parse_body(data, body_type)
             model = self._chosen(body.model)
             description = model.require_description()
@@ -484,6 +485,7 @@ class _Door:
         return self._ring.usage(
             key,
             num_choices=len(prepared.requests),
+            param=param_of_choices(prepared.body),
             num_prompt_tokens=prepared.num_prompt_tokens,
             metrics=self.metrics,
         )
@@ -491,9 +493,10 @@ class _Door:
     async def _collect(self, model: AnyModel, prepared: PreparedRequest, outputs: ChoiceOutputs) -> bytes:
         results = [ChoiceResult() for _ in prepared.requests]
         num_logprobs, most = 0, model.settings.max_logprobs
+        are_told = prepared.body.num_logprobs is not None
         async with outputs:
             async for index, output in outputs:
-                num_logprobs += num_logprobs_of(output)
+                num_logprobs += num_logprobs_of(output, are_told=are_told)
                 if num_logprobs > most:
                     raise too_many_logprobs(num_logprobs, most, "logprobs")
                 results[index].add(output)

@@ -1,10 +1,12 @@
 """uvicorn's HTTP/1.1 with bounds on what a connection may hold that has no request at any door, and with
 the TLS certificate that its files hold now.
 
-uvicorn appends headers without end, waits for the rest of them for ever, and keeps what a client does not
-fetch of a complete response for as long as that client likes; for none of it a key is asked for. It reads a
-certificate once, and goes on showing it when it has been renewed, and has ended. Serve starts uvicorn itself,
-without a setting for the class: `install` says which one "auto" is.
+uvicorn appends headers without end, waits for the rest of them for ever, as it does for that of a body that
+nobody reads any more, takes any number of requests behind one that is answered, and keeps what a client does
+not fetch of a response for as long as that client likes, though it has closed the connection; for none of it
+a key is asked for. Of a connection that is lost it tells the last request that came by it, which need not be
+the one that is answered. It reads a certificate once, and goes on showing it when it has been renewed, and
+has ended. Serve starts uvicorn itself, without a setting for the class: `install` says which one "auto" is.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +28,8 @@ from deploy.openai.slow_readers import LEAST_BYTES_PER_S
 MAX_HEAD_BYTES = 64 << 10
 HEAD_TIMEOUT_S = 30.0
 LEFTOVER_TIMEOUT_S = 30.0
+REST_TIMEOUT_S = 60.0
+MAX_PIPELINED = 32
 _PER_HEADER = 4
 """Bytes around name and value."""
 
@@ -38,7 +43,11 @@ class BoundedHttp(HttpToolsProtocol):
     """From the opening of a connection, or the first byte of a further request, to the end of the headers.
     How long a connection may be idle between two requests is uvicorn's own `timeout_keep_alive`."""
     leftover_timeout_s = LEFTOVER_TIMEOUT_S
-    """So often a client that has not fetched all of a complete response is looked at."""
+    """So often a client that has not fetched all of a response is looked at, once no more of it comes."""
+    rest_timeout_s = REST_TIMEOUT_S
+    """From the end of a response to that of the request that it answers, which nobody reads any more."""
+    max_pipelined = MAX_PIPELINED
+    """Requests that wait for the one before them on their connection."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -51,6 +60,9 @@ class BoundedHttp(HttpToolsProtocol):
         """Or before it."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._leftover_timer: asyncio.TimerHandle | None = None
+        self._rest_timer: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None
+        """The last one that was begun with; uvicorn's `cycle` is the last that came."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -60,10 +72,14 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave nothing behind."""
         super().connection_lost(exc)
-        for timer in (self._head_timer, self._leftover_timer):
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        self.pipeline.clear()
+        for timer in (self._head_timer, self._leftover_timer, self._rest_timer):
             if timer is not None:
                 timer.cancel()
-        self._head_timer = self._leftover_timer = None
+        self._head_timer = self._leftover_timer = self._rest_timer = None
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come."""
@@ -85,8 +101,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Answer what is no request, or one whose head is too long: the parser tells them no apart."""
         if self._num_head_bytes > self.max_head_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, self._too_long())
-        else:
-            super().send_400_response(msg)
+        else:  # uvicorn's own words would stand in the middle of a response
+            self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def on_message_begin(self) -> None:
         """Begin to count."""
@@ -109,7 +125,11 @@ class BoundedHttp(HttpToolsProtocol):
         """Begin to serve."""
         self._num_unparsed_bytes = 0
         self._end_head()
+        if len(self.pipeline) >= self.max_pipelined:
+            raise _TooManyPipelined
         super().on_headers_complete()
+        if len(self.pipeline) == 1:  # who does not read does not see that a client leaves
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, whose length is the application's affair."""
@@ -120,17 +140,34 @@ class BoundedHttp(HttpToolsProtocol):
         """Be ready for the next request."""
         self._num_unparsed_bytes = 0
         self._is_in_head = True
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """See to it that the client fetches what is left of the response."""
+        """See to it that the client fetches what is left of the response, and ends its own request."""
         super().on_response_complete()
         self._await_fetching()
+        if self.cycle.response_complete and not self._is_in_head and not self.transport.is_closing():
+            self._rest_timer = self.loop.call_later(self.rest_timeout_s, self._rest_is_late)
 
     def timeout_keep_alive_handler(self) -> None:
         """Close an idle connection; what is left of a response is fetched first."""
         super().timeout_keep_alive_handler()
         self._await_fetching()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Callable[..., Any]) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, partial(self._answer, cycle, app))
+
+    async def _answer(self, cycle: RequestResponseCycle, app: Callable[..., Any], *connection: Any) -> None:
+        try:
+            await app(*connection)
+        finally:
+            if cycle.response_started and not cycle.response_complete and not cycle.disconnected:
+                # uvicorn closes the connection now, which waits until all that was written is fetched.
+                self._await_fetching()
 
     def _count(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
@@ -158,6 +195,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, message)
         else:
             self.transport.close()
+
+    def _rest_is_late(self) -> None:
+        self._rest_timer = None
+        self.transport.close()
+        self._await_fetching()
 
     @property
     def _is_responding(self) -> bool:
@@ -189,7 +231,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _look_at_leftover(self, num_before: int) -> None:
         self._leftover_timer = None
-        if self._is_responding:  # again, and `SlowReaders` minds it
+        if self._is_responding and not self.transport.is_closing():  # again, and `SlowReaders` minds it
             return
         num_bytes = self.transport.get_write_buffer_size()
         if num_bytes and num_bytes > num_before - LEAST_BYTES_PER_S * self.leftover_timeout_s:
@@ -199,6 +241,10 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class _HeadTooLong(Exception):
+    """Raised through the parser."""
+
+
+class _TooManyPipelined(Exception):
     """Raised through the parser."""
 
 

@@ -25,6 +25,8 @@ _FIRST_GUESS_S = 1.0
 """How long a choice takes, before one has ended."""
 _WEIGHT_OF_NEW = 0.2
 _MAX_RETRY_AFTER_S = 60.0
+_KEPT_S = 3600.0
+"""So long is known what a key has used that is not in the file any more."""
 _ROUNDING = 1e-6
 """Tokens."""
 _REFUSALS = (CapacityError, NotReadyError, InputError)
@@ -89,6 +91,12 @@ class _Meter:
         self.num_running = 0
         self.num_prepared = 0
         """Requests that are being read."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether requests of the key run, or have lately used tokens that may not have drained yet."""
+        is_recent = self._num_used > 0.0 and self._clock.now_s() - self._since_s < _KEPT_S
+        return is_recent or self.num_running > 0 or self.num_prepared > 0
 
     def seconds_until_free(self) -> float:
         """Return when, roughly, one of the running choices ends: as they have done so far."""
@@ -167,7 +175,11 @@ class KeyRing:
         """Accept these from now on, and no others. What a key has used so far stays counted."""
         self._keys, self._why_unread = tuple(keys), None
         known = {key.digest for key in self._keys}
-        self._meters = {digest: meter for digest, meter in self._meters.items() if digest in known}
+        self._meters = {
+            digest: meter
+            for digest, meter in self._meters.items()
+            if digest in known or meter.is_in_use  # the key may come back
+        }
 
     def find(self, text: str) -> ApiKey | None:
         """Return the key that a client has sent, or None."""
@@ -201,16 +213,22 @@ class KeyRing:
             meter.num_prepared -= 1
 
     def usage(
-        self, key: ApiKey | None, *, num_choices: int, num_prompt_tokens: int, metrics: DoorMetrics
+        self,
+        key: ApiKey | None,
+        *,
+        num_choices: int,
+        param: str,
+        num_prompt_tokens: int,
+        metrics: DoorMetrics,
     ) -> Usage:
-        """Return what a request has to enter before it is generated.
+        """Return what a request has to enter before it is generated; `param` says how many choices it has.
 
         Entering raises CapacityError where the key is at one of its limits, and ApiError where the request is
         larger than its limit, so that waiting would not help.
         """
         if key is None:
             return UnlimitedUsage()
-        return _KeyUsage(self._limits_of(key, metrics), num_choices, num_prompt_tokens, self._clock)
+        return _KeyUsage(self._limits_of(key, metrics), num_choices, param, num_prompt_tokens, self._clock)
 
     def _limits_of(self, key: ApiKey, metrics: DoorMetrics) -> _Limits:
         meter = self._meters.setdefault(key.digest, _Meter(self._clock))
@@ -272,10 +290,13 @@ class _Limits:
 
 
 class _KeyUsage(Usage):
-    def __init__(self, limits: _Limits, num_choices: int, num_prompt_tokens: int, clock: Clock) -> None:
+    def __init__(
+        self, limits: _Limits, num_choices: int, param: str, num_prompt_tokens: int, clock: Clock
+    ) -> None:
         self._limits = limits
         self._meter = limits.meter
         self._num_choices = num_choices
+        self._param = param
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = limits.metrics.api_key_tokens.labels(limits.key.name)
         self._clock = clock
@@ -328,8 +349,8 @@ class _KeyUsage(Usage):
         if limit is not None and self._num_choices > limit:
             raise ApiError(
                 400,
-                f"The request has {self._num_choices} choices (prompts times n); this API key may have "
-                f"{limit} at once.",
-                param="n",
+                f"The request has {self._num_choices} choices (prompts times n, or times best_of); this API "
+                f"key may have {limit} at once.",
+                param=self._param,
                 code="too_many_choices",
             )

@@ -22,9 +22,13 @@ INLINE_LOGPROBS = 1024
 """More of them are shaped off the event loop (1,000 take about 4 ms)."""
 
 
-def num_logprobs_of(output: RequestOutput) -> int:
-    """Return how many log-probabilities there are in an output, those of alternatives counted."""
-    positions = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
+def num_logprobs_of(output: RequestOutput, *, are_told: bool = True) -> int:
+    """Return how many log-probabilities there are in an output, those of alternatives counted.
+
+    Those of its tokens count only if they `are_told`: the best of several choices is found by them, too.
+    """
+    of_tokens = (output.logprobs or ()) if are_told else ()
+    positions = (*of_tokens, *(output.prompt_logprobs or ()))
     return sum(1 + len(position.top) for position in positions)
 
 

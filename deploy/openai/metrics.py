@@ -21,6 +21,7 @@ from specdec.core.error_codes import (
     FAILED_REPEATEDLY,
     NON_FINITE_LOGITS,
     OUTPUT_TOO_LARGE,
+    REPLAY_FAILED,
     SHUTTING_DOWN,
     TIMED_OUT,
 )
@@ -55,7 +56,7 @@ STREAM_FAILURES = (
     COORDINATOR_LOST,
     "internal_error",
     NON_FINITE_LOGITS,
-    "replay_failed",
+    REPLAY_FAILED,
     FAILED_REPEATEDLY,
     OUTPUT_TOO_LARGE,
     TIMED_OUT,

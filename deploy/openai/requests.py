@@ -322,15 +322,22 @@ async def _prompt_texts(
     return tuple(texts)
 
 
+def param_of_choices(body: GenerationBody) -> str:
+    """Return the field by which a request with too many choices has so many of each prompt, or of prompts."""
+    if body.num_streams == 1:
+        return "prompt"
+    return "n" if body.num_streams == body.n else "best_of"
+
+
 def _check_num_choices(num_choices: int, body: GenerationBody, settings: DoorSettings) -> None:
     if num_choices <= settings.max_choices:
         return
     num_choices = min(num_choices, _MOST_TOLD)
-    if body.num_streams == 1:
+    if param_of_choices(body) == "prompt":
         raise InputError(
             f"prompt must hold at most {settings.max_choices} prompts, got {num_choices}", param="prompt"
         )
-    param = "n" if body.num_streams == body.n else "best_of"
+    param = param_of_choices(body)
     raise InputError(
         f"{param} times the number of prompts must be at most {settings.max_choices}, got {num_choices}",
         param=param,

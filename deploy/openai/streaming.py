@@ -135,8 +135,8 @@ class EventStream:
         taken: list[tuple[int, RequestOutput]] = []
         """What is in `events`."""
         with self._budget.stream():
-            async with self._outputs as outputs:
-                try:
+            try:
+                async with self._outputs as outputs:  # which hear of what has failed
                     while not outputs.is_complete:
                         if await outputs.is_silent(keep_alive.due_s):
                             has_begun = True
@@ -155,13 +155,13 @@ class EventStream:
                         yield keep_alive.or_comment(b"".join(events))
                         events.clear()
                         await outputs.gather(self._budget.interval_s)
-                except Exception as error:
-                    if not has_begun:
-                        raise
-                    events.append(self._event(self._failures.take(error)))
-                else:
-                    events += self._closing()
-        outputs.note_delivery(taken)
+            except Exception as error:
+                if not has_begun:
+                    raise
+                events.append(self._event(self._failures.take(error)))
+            else:
+                events += self._closing()
+        self._outputs.note_delivery(taken)
         yield b"".join((*events, _DONE))
 
     def _openings(self) -> Iterator[bytes]:

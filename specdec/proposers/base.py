@@ -223,6 +223,11 @@ class HasRoom(Protocol):
         ...
 
     @property
+    def memory_held(self) -> float:
+        """Share of its memory that sequences hold, 0 to 1."""
+        ...
+
+    @property
     def crowded_out(self) -> Sequence[RequestId]:
         """Sequences that had no room in the last call: nothing is known of them any more.
 

@@ -181,6 +181,11 @@ class DraftModelProposer:
         return self._sequences.has_room(owner, num_tokens)
 
     @property
+    def memory_held(self) -> float:
+        """See `proposers.base.HasRoom`."""
+        return self._sequences.memory_held
+
+    @property
     def crowded_out(self) -> Sequence[RequestId]:
         """See `proposers.base.HasRoom`."""
         return self._sequences.crowded_out

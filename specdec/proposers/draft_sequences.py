@@ -287,6 +287,12 @@ class DraftSequences:
         return sorted(sequences, key=lambda one: held.get(owner_of(one.request_id), 0))
 
     @property
+    def memory_held(self) -> float:
+        """See `proposers.base.HasRoom`; what branches hold beside that is given up for others."""
+        num_blocks = sum(state.table.num_blocks for state in self._states.values())
+        return min(1.0, num_blocks / self._allocator.num_usable)
+
+    @property
     def crowded_out(self) -> Sequence[RequestId]:
         """See `proposers.base.HasRoom`."""
         return self._crowded_out

@@ -199,14 +199,19 @@ def check_in_time(request: Request, expected: Expectation) -> None:
         return
     ttft_ms = None if request.slo is None else request.slo.ttft_ms
     limits = (
-        ("first token", "slo.ttft_ms", None if ttft_ms is None else ttft_ms / 1000.0, expected.first_token_s),
-        ("end", "timeout_s", request.timeout_s, expected.end_s),
+        (
+            "first token",
+            "slo.ttft_ms gives",
+            None if ttft_ms is None else ttft_ms / 1000.0,
+            expected.first_token_s,
+        ),
+        ("end", "its time limit (timeout_s, or what stands for it) is", request.timeout_s, expected.end_s),
     )
-    for what, name, limit_s, expected_s in limits:
+    for what, what_limits, limit_s, expected_s in limits:
         if limit_s is not None and expected.margin * expected_s > limit_s:
             raise LateError(
                 f"its {what} is expected in {expected_s:.1f} s, of which it would wait "
-                f"{expected.wait_s:.1f} s in the queue; {name} gives {limit_s:g} s",
+                f"{expected.wait_s:.1f} s in the queue; {what_limits} {limit_s:g} s",
                 retry_after_s=_bounded(min(expected.margin * expected_s - limit_s, expected.wait_s)),
             )
 

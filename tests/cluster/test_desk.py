@@ -197,6 +197,7 @@ class Crashing:
         self.has_work = False
         self.is_full = False
         self.given: list[str] = []
+        self.aborted: list[tuple[str, int]] = []
         self.epochs: dict[str, int] = {}
 
     def add_request(self, request: Request) -> None:
@@ -205,7 +206,7 @@ class Crashing:
         self.given.append(request.request_id)
 
     def abort(self, request_id: RequestId, epoch: Epoch) -> None:
-        """Part of `StreamEngine`."""
+        self.aborted.append((request_id, epoch))
 
     def submit(self, *requests: Request, num_cleared: int = 0) -> None:
         for one in requests:
@@ -325,6 +326,17 @@ def test_a_newer_attempt_that_has_run_alone_is_not_replayed_as_well() -> None:
         bench.desk.deliver([msgspec.structs.replace(output("a", first_index=index), epoch=Epoch(1))])
     bench.desk.serve(bench)
     assert bench.given == ["a", "b"]
+
+
+def test_an_attempt_is_ended_whose_successor_has_to_wait() -> None:
+    """It would run on for nobody, and its successor would wait for its end."""
+    bench = Crashing()
+    bench.submit(request("a"), request("b"))
+    bench.has_work = True
+    newer = msgspec.structs.replace(request("a"), epoch=Epoch(1), num_crashes=2)
+    bench.submit(newer)
+    assert bench.aborted == [("a", 0)]
+    assert bench.given == ["a", "b"], "the next is to run alone"
 
 
 def held_up(state: str) -> Crashing:

@@ -353,6 +353,15 @@ class TestUsage:
         assert after["usage"] == 0.3
         assert self.wanted(after, after) == 1, "it would have been so all the time"
 
+    def test_a_worker_is_as_full_as_its_memory(self, place: Place, clock: ManualClock) -> None:
+        """Or a pool whose memory is the limit gives a worker up as soon as that has what was refused."""
+        place._note_counters({"num_sequences": 3.0, "memory_held": 0.75})
+        report = place.record_autoscaling_stats()
+        assert report["usage"] == 0.75
+        assert self.wanted(report, report) == 2
+        place._note_counters({"num_sequences": 3.0, "memory_held": 1.0})
+        assert place.record_autoscaling_stats()["usage"] == 0.99
+
     def test_what_is_too_long_for_an_empty_worker_does_not_fill_it(
         self, place: Place, clock: ManualClock
     ) -> None:

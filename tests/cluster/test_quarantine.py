@@ -46,6 +46,21 @@ class Ward:
         )
 
 
+def test_nobody_waits_for_a_suspect_that_has_left_or_is_none_any_more() -> None:
+    """What runs could take minutes to end, with nothing new beside it."""
+    ward = Ward()
+    ward.is_busy = True
+    left, cleared = ward.take_in_suspect("left"), ward.take_in_suspect("cleared")
+    assert ward.take_turns()
+    del ward.streams[left.request_id]
+    assert ward.take_turns()
+    cleared.num_crashes = 0
+    assert not ward.take_turns()
+    assert ward.let_go == ["cleared"]
+    assert not ward.quarantine.is_occupied
+    assert ward.run == []
+
+
 def test_suspects_run_one_at_a_time_once_nothing_else_runs() -> None:
     ward = Ward()
     assert not ward.take_turns()

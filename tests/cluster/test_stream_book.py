@@ -47,9 +47,9 @@ def member(peer_id: PeerId) -> Member:
 
 
 class Refusing:
-    """A book with one stream that `FULL` has refused and `OTHER` has admitted."""
+    """A book with one stream that `FULL` has refused, and `OTHER` has, and has admitted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_admitted: bool = True) -> None:
         self.sent: list[tuple[PeerId, Message]] = []
         self.events: list[RequestOutput | DrafthouseError] = []
         self.clock = ManualClock()
@@ -63,7 +63,8 @@ class Refusing:
         self.book.open(REQUEST, self.events.append)
         self.hear(FULL, Refused(REQUEST.request_id, self.epoch, "capacity", "the queue is full"))
         assert self.places == [FULL, OTHER]
-        self.hear(OTHER, Admitted(REQUEST.request_id, self.epoch))
+        if is_admitted:
+            self.hear(OTHER, Admitted(REQUEST.request_id, self.epoch))
         # Nonce 0: of its load, which makes the other the better choice, and nothing of streams.
         self.hear(OTHER, Pong(0, (), num_running=4))
 
@@ -117,6 +118,30 @@ def test_a_stream_goes_on_where_there_was_no_room_for_it_before(loss: str) -> No
     assert streams.places == [FULL, OTHER, FULL]
     assert streams.submissions[-1][1].delivered_token_ids == (5, 6)
     assert len(streams.events) == 1
+
+
+@pytest.mark.parametrize("loss", ["left", "unreachable", "lost a frame", "forgot it"])
+def test_a_stream_that_nobody_has_taken_in_asks_again_after_a_loss(loss: str) -> None:
+    """Where there was no room a while ago there may be some; if not, its client is told so at once."""
+    streams = Refusing(is_admitted=False)
+    LOSSES[loss](streams)
+    assert streams.places == [FULL, OTHER, FULL]
+    streams.hear(FULL, Refused(REQUEST.request_id, streams.epoch, "capacity", "the queue is full"))
+    if streams.events:
+        (refusal,) = streams.events
+        assert isinstance(refusal, CapacityError)
+    else:
+        assert streams.places[3:] == [OTHER], "which is there, and may take it now"
+
+
+def test_a_stream_that_nobody_has_taken_in_does_not_wait_for_a_target_beside_another_one() -> None:
+    streams = Refusing(is_admitted=False)
+    for _ in range(2):
+        LOSSES["has no target"](streams)
+        assert streams.places == [FULL, OTHER], "who has just refused it is not asked again at once"
+        streams.clock.advance(1.1)
+    LOSSES["has no target"](streams)
+    assert streams.places == [FULL, OTHER, FULL]
 
 
 def test_what_has_to_leave_a_queue_does_not_go_back_to_a_full_one() -> None:
@@ -278,6 +303,34 @@ def test_what_runs_alone_is_not_to_blame_for_a_link_that_broke() -> None:
     assert cluster.num_crashes == 2, "of the others nothing was heard"
     cluster.clock.advance(10 * LEASE_S)
     assert cluster.events == []
+
+
+def test_a_link_that_breaks_again_after_its_first_break_was_forgiven_is_no_crash_either() -> None:
+    cluster = Cluster()
+    third = cluster.run_alone()
+    first, _, _ = (peer_id for peer_id, _ in cluster.submissions)
+    cluster.hear(third, Admitted(REQUEST.request_id, cluster.epoch, True, False, (), 1))
+    cluster.book.tick()
+    fourth = PeerId("fourth")
+    cluster.book.set_coordinators([member(third), member(fourth)])
+    assert cluster.lose_link() == third
+    assert cluster.place == fourth
+    cluster.hear(fourth, Admitted(REQUEST.request_id, cluster.epoch, True, False, (), 1))
+    cluster.book.set_coordinators([member(fourth), member(first)])
+    cluster.hear(first, Pong(0, ()))
+    assert cluster.lose_link() == fourth
+    assert (cluster.place, cluster.num_crashes) == (first, 2)
+    cluster.hear(first, Admitted(REQUEST.request_id, cluster.epoch, True, True, (), 1))
+    cluster.lose_link()
+    cluster.clock.advance(LEASE_S / 2)
+    cluster.answer(first)
+    assert cluster.place == first
+    assert cluster.submissions[-1][1].request.epoch == cluster.epoch
+    num_submissions = len(cluster.submissions)
+    cluster.clock.advance(LEASE_S)
+    cluster.book.tick()
+    assert cluster.events == []
+    assert len(cluster.submissions) == num_submissions
 
 
 def test_who_is_heard_again_is_taken_off_the_account_of_who_runs_elsewhere() -> None:

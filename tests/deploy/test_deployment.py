@@ -12,8 +12,9 @@ import httpx
 import pytest
 from ray import serve
 from ray.exceptions import GetTimeoutError
+from ray.serve._private.common import DeploymentID
 from ray.serve.config import ControllerOptions, HTTPOptions
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from deploy.config import DrafthouseConfig, HttpConfig
@@ -122,6 +123,10 @@ def test_base_url(host: str, url: str) -> None:
     assert base_url(HttpConfig(host=host)) == url
 
 
+LATE = [-1]
+"""They do not answer in time."""
+
+
 class Coordinators:
     """The handle of a model's coordinators; None: there are none."""
 
@@ -132,7 +137,7 @@ class Coordinators:
 
     def broadcast(self, method: str, *args: float) -> Coordinators:
         if self.streams[0] is None:
-            raise RayServeException("no replica")
+            raise DeploymentUnavailableError(DeploymentID("Coordinator"))
         self.closed_after_s += args
         self.asked = method
         return self
@@ -142,6 +147,8 @@ class Coordinators:
             return [None]
         streams = self.streams.pop(0) if len(self.streams) > 1 else self.streams[0]
         assert streams is not None
+        if streams == LATE:
+            raise TimeoutError
         return list(streams)
 
 
@@ -151,7 +158,7 @@ def test_models_without_a_group_do_not_keep_others_from_being_drained(
     """One that was scaled to zero has no replica that could be asked."""
     handles = {
         "Coordinator": Coordinators(None),
-        "Coordinator-b": Coordinators([2, 1], [0, 1], [0, 0]),
+        "Coordinator-b": Coordinators([2, 1], LATE, [0, 1], LATE, [0, 0]),
         "Coordinator-c": Coordinators([0]),
     }
     monkeypatch.setattr(serve, "get_deployment_handle", lambda name, application: handles[name])

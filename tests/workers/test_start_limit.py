@@ -7,25 +7,33 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from workers.start_limit import StartLimit, ends_unless_started
 
+HANGS = (
+    "import logging, time\n"
+    "from workers.start_limit import ends_unless_started\n"
+    "logging.basicConfig()\n"
+    "def hang_for_ever(): time.sleep(100)\n"
+    "class Replica:\n"
+    "    @ends_unless_started('replica', lambda limit_s: limit_s)\n"
+    "    def __init__(self, limit_s): hang_for_ever()\n"
+    "Replica(0.2)\n"
+)
+
+
+def test_a_process_whose_start_hangs_ends_though_the_disk_is_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", HANGS], stderr=full, check=False, timeout=60)
+    assert done.returncode == 1
+
 
 def test_a_process_whose_start_hangs_ends_and_says_where_it_was() -> None:
-    code = (
-        "import logging, time\n"
-        "from workers.start_limit import ends_unless_started\n"
-        "logging.basicConfig()\n"
-        "def hang_for_ever(): time.sleep(100)\n"
-        "class Replica:\n"
-        "    @ends_unless_started('replica', lambda limit_s: limit_s)\n"
-        "    def __init__(self, limit_s): hang_for_ever()\n"
-        "Replica(0.2)\n"
-    )
     started_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, check=False)
     assert time.monotonic() - started_s < 60
     assert done.returncode == 1
     assert "the replica has not started within 0.2 s" in done.stderr

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from specdec.core.errors import ConfigError
 from specdec.drafters.base import FINAL_NORM, TargetParts
 from specdec.model.checkpoint import open_checkpoint
+from specdec.model.layer_map import CONFIG_KEY
 from specdec.model.parallel.plan import UnsupportedParallelism
 from specdec.model.parallel.stages import layer_stack
 from specdec.model.tokenizer import check_same_tokenizer
@@ -161,6 +162,7 @@ def first_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         raise ConfigError(f"--num-layers {num_layers}: the target has {len(stack)}; a draft model has fewer")
     config: Any = copy.deepcopy(target.config)
     _keep_first(config.get_text_config(), num_layers)
+    _keep_positions(config, num_layers)
     try:
         config.validate()  # else it is told when the trained model is written
     except StrictDataclassError as error:
@@ -187,6 +189,18 @@ def _keep_first(config: Any, num_layers: int) -> None:
     config.num_hidden_layers = num_layers
     for name, value in by_layer.items():
         setattr(config, name, value)
+
+
+def _keep_positions(config: Any, num_layers: int) -> None:
+    """Leave the positions that an inflated target has for its original layers where they still are."""
+    positions = getattr(config, CONFIG_KEY, None)
+    if positions is None:
+        return
+    kept = [position for position in positions if position < num_layers]
+    if kept:
+        setattr(config, CONFIG_KEY, kept)
+    else:
+        delattr(config, CONFIG_KEY)
 
 
 def _not_cut(cause: BaseException) -> ConfigError:
@@ -216,7 +230,8 @@ def train_draft_model(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         lambda number: run.accumulate(number, recipe.accumulate, training.loss),
         may_pause=lambda num_done: recipe.on_policy == 0.0 or num_done % REFRESH_STEPS == 0,
     )
-    save_language_model(draft, ground.tokenizer, options.out, getattr(torch, options.stored_dtype))
+    begun_as = options.start_from or options.target
+    save_language_model(draft, ground.tokenizer, options.out, getattr(torch, options.stored_dtype), begun_as)
     acceptance: dict[str, Any] = {}
     if options.eval_texts:
         console.print("measuring acceptance")

@@ -132,7 +132,8 @@ def train_early_exits(recipe: DrafterRecipe, options: TrainOptions) -> dict[str,
         rates={"target": ModuleRates(share=recipe.target_rate)},
     )
     run.run(lambda number: run.accumulate(number, recipe.accumulate, _forward(ground, exits, run)))
-    save_language_model(ground.model, ground.tokenizer, options.out, getattr(torch, options.stored_dtype))
+    stored_dtype = getattr(torch, options.stored_dtype)
+    save_language_model(ground.model, ground.tokenizer, options.out, stored_dtype, options.target)
     acceptance: dict[str, Any] = {}
     if options.eval_texts:
         console.print(f"measuring acceptance of the first {exit_layer} layers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -19,10 +20,13 @@ from training.drafters.recipe import DrafterRecipe, flag_of
 _RUN_FILE = "run.json"
 _OUT_FILE = "out.json"
 _LOCK_FILE = "lock"
+_OF_DRAFTERS = (".json", ".safetensors", ".pt", ".bin")
+_END_BYTES = 1 << 20
 _NOT_OPTIONS = {
     "rows": "other texts: what --data names, or what is in it, is not what it was",
     "target": "another --target: config.json or tensors of the folder are not what they were",
     "target_weights": "another --target: the weights in the folder are not what they were",
+    "start_from_files": "another --start-from: configuration or weights in the folder are not what they were",
 }
 """What a run is told apart by that is no value of an option, and what to say where it differs."""
 _FLAGS = {"keep_hidden": "--keep-hidden or --hidden-folder"}
@@ -71,11 +75,32 @@ def described_run(
         "target": outline,
         "target_weights": fingerprint,
         "start_from": None if options.start_from is None else str(options.start_from),
+        "start_from_files": None if options.start_from is None else _fingerprint(options.start_from),
         "samples": options.samples,
         "sample_temperature": options.sample_temperature if options.samples else None,
         "dtype": "bfloat16" if is_mixed else "float32",
         "keep_hidden": options.rounds_states,
     }
+
+
+def _fingerprint(folder: Path) -> str:
+    """A hash of what a drafter's folder holds: of large files both ends, and their sizes."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if not file.is_file() or file.suffix not in _OF_DRAFTERS:
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        digest.update(ends_of(file))
+    return digest.hexdigest()[:32]
+
+
+def ends_of(file: Path) -> bytes:
+    """Return the beginning of a file, and its end: of weights that says whether they are others."""
+    with file.open("rb") as stream:
+        beginning = stream.read(_END_BYTES)
+        stream.seek(max(0, file.stat().st_size - _END_BYTES))
+        return beginning + stream.read(_END_BYTES)
 
 
 def require_same_run(work: Path, described: dict[str, Any]) -> None:

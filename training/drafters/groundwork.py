@@ -24,7 +24,7 @@ from specdec.model.rotary import longest_sequence
 from specdec.model.tokenizer import load_tokenizer
 from training.checkpointing import replace_file
 from training.drafters.capture import Capture, KeptStates
-from training.drafters.folders import described_run, note_run, require_free, require_same_run
+from training.drafters.folders import described_run, ends_of, note_run, require_free, require_same_run
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe
 from training.drafters.rows import Rows
@@ -37,7 +37,6 @@ from training.whole_models import load_whole_model
 
 _SAMPLED_AT_ONCE = 32
 _PROMPT_LENGTH = 64
-_END_BYTES = 1 << 20
 EVALUATION_FILE = "acceptance.json"
 
 
@@ -217,10 +216,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of a target, with both ends of each weight file: of large ones the revision reads no weights."""
     digest = hashlib.sha256(revision_of(checkpoint).encode())
     for file in checkpoint.weight_files:
-        with file.open("rb") as stream:
-            digest.update(stream.read(_END_BYTES))
-            stream.seek(max(0, file.stat().st_size - _END_BYTES))
-            digest.update(stream.read(_END_BYTES))
+        digest.update(ends_of(file))
     return digest.hexdigest()[:32]
 
 

@@ -180,7 +180,7 @@ def _store(training: JointTraining, ground: Groundwork) -> None:
     else:
         if training.additions is not None:
             training.additions.settle(dtype)
-        save_language_model(training.model, ground.tokenizer, target, dtype)
+        save_language_model(training.model, ground.tokenizer, target, dtype, options.target)
     with stored_as(training.heads, dtype):
         save_medusa(training.heads, options.out / HEADS_FOLDER, base_model=str(target))
 

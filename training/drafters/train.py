@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from training.drafters.joint import train_jointly
 from training.drafters.options import TrainOptions
 from training.drafters.recipe import DrafterRecipe, Method
 
+logger = logging.getLogger(__name__)
 _OTHERS: Mapping[Method, Callable[[DrafterRecipe, TrainOptions], dict[str, Any]]] = {
     "medusa2": train_jointly,
     "layerskip": train_early_exits,
@@ -32,6 +34,7 @@ def train_drafter(recipe: DrafterRecipe, options: TrainOptions) -> dict[str, Any
     """
     _require_layout(recipe, options)
     _require_use(recipe, options)
+    _warn_of_shared_blocks(recipe)
     with alone_in(options.work):
         return _OTHERS.get(recipe.method, train_beside_target)(recipe, options)
 
@@ -48,6 +51,17 @@ def _require_layout(recipe: DrafterRecipe, options: TrainOptions) -> None:
         raise ConfigError(
             f"--fused-layers {','.join(map(str, recipe.fused_layers))}: engines read others from --format "
             "published where 1 is the first: give --format speculators, or another order"
+        )
+
+
+def _warn_of_shared_blocks(recipe: DrafterRecipe) -> None:
+    """The authors of Medusa and Hydra make all further blocks of a head one module: the last wins."""
+    num_blocks = recipe.num_layers - (recipe.method == "hydra")
+    if recipe.method in ("medusa", "medusa2", "hydra") and num_blocks > 1:
+        logger.warning(
+            "--num-layers %d: heads with several residual blocks are read as they are by this server and by "
+            "vLLM; the code of the method's authors takes the last block for all of them, and drafts worse",
+            recipe.num_layers,
         )
 
 

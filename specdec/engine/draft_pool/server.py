@@ -245,6 +245,7 @@ class DraftServer:
         self._clock = clock or MonotonicClock()
         self._clients: dict[PeerId, _Client] = {}
         self._num_sequences = 0
+        self._memory_held = 0.0
         self._num_batches = 0
         self._at_work_since_s: float | None = None
         self._members: frozenset[PeerId] | None = None
@@ -266,6 +267,11 @@ class DraftServer:
     def num_sequences(self) -> int:
         """Sequences known here (any thread)."""
         return self._num_sequences
+
+    @property
+    def memory_held(self) -> float:
+        """Share of the drafter's memory that they held lately, 0 to 1 (any thread)."""
+        return self._memory_held
 
     @property
     def at_work_s(self) -> float:
@@ -431,7 +437,7 @@ class DraftServer:
             return None
         if entry.committed_len > self._max_length:
             # Nothing can be drafted behind it: there is no reason to keep it, or to look at its tokens.
-            self._forget(client, name)
+            self._forget(client, name, is_last=True)
             return answer_to(entry)
         opening = None if mirror is not None and entry.epoch == mirror.epoch else entry.opening
         if opening is not None:
@@ -450,7 +456,7 @@ class DraftServer:
             mirror = client.mirrors[name] = _Mirror(inner_id, entry.epoch, opening, self._grammars)
             self._num_sequences += 1
         if mirror is None or mirror.epoch != entry.epoch or not _catch_up(mirror, entry):
-            self._forget(client, name, is_sound=False)
+            self._forget(client, name)
             self.counters["restarts_asked"] += 1
             return answer_to(entry, needs_start=True)
         mirror.last_used_s = now_s
@@ -666,17 +672,19 @@ class DraftServer:
     def _release(self, client: _Client, request_id: RequestId, epoch: int) -> None:
         mirror = client.mirrors.get(request_id)
         if mirror is not None and mirror.epoch <= epoch:
-            self._forget(client, request_id)
+            self._forget(client, request_id, is_last=True)
 
-    def _forget(self, client: _Client, request_id: RequestId, *, is_sound: bool = True) -> None:
-        """Forget a sequence; unless `is_sound`, its tokens may not be what was committed."""
+    def _forget(self, client: _Client, request_id: RequestId, *, is_last: bool = False) -> None:
+        """Forget a sequence. Unless `is_last` it may come back, longer, or its tokens may not be what was
+        committed: it is no text to learn from then.
+        """
         client.wishes.pop(request_id, None)
         mirror = client.mirrors.pop(request_id, None)
         if mirror is not None:
             self._num_sequences -= 1
             if mirror.constraint is not None:
                 mirror.constraint.close()
-            if self._tap is not None and is_sound:
+            if self._tap is not None and is_last:
                 self._tap.note(mirror)
             self._proposer.release([mirror.request_id])
 
@@ -689,6 +697,7 @@ class DraftServer:
         members = self._members
         lease_s = self._shares.lease_s
         self._next_sweep_s = now_s + lease_s / 10
+        self._memory_held = 0.0 if self._memory is None else self._memory.memory_held
         for coordinator, client in list(self._clients.items()):
             is_gone = members is not None and coordinator not in members
             for request_id, mirror in list(client.mirrors.items()):

@@ -187,6 +187,11 @@ class LeadingProposer:
         return self._proposer.has_room(owner, num_tokens)
 
     @property
+    def memory_held(self) -> float:
+        """That of rank 0's part, as of all."""
+        return self._proposer.memory_held
+
+    @property
     def crowded_out(self) -> Sequence[RequestId]:
         """Those of rank 0's part: the others have no room for them either."""
         return self._proposer.crowded_out

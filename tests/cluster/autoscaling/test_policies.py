@@ -27,7 +27,7 @@ from cluster.autoscaling.serve_policy import (
 from cluster.autoscaling.target_groups import GroupLoad, wanted_groups, with_loads
 from cluster.config import ClusterConfig, DraftPoolConfig, TargetGroupsConfig
 from specdec.transport.status import RecentStatus
-from tests.cluster.autoscaling.serve_context import context
+from tests.cluster.autoscaling.serve_context import context, told_s
 
 TARGETS = TargetScalingConfig(min_groups=1, max_groups=8, target_itl_ms=100.0)
 DRAFTS = DraftScalingConfig(min_workers=1, max_workers=8)
@@ -127,7 +127,7 @@ class TestTargetGroups:
     def scaled(self, round_s: Callable[[float], float], seconds: int) -> list[int]:
         """How many groups there are for twelve requests, whose rounds take as long as that."""
         config = TARGETS.model_copy(update={"up_after_s": 5, "down_after_s": 60, "cooldown_s": 10})
-        policy = TargetGroupPolicy(config.model_dump(), 64)
+        policy = TargetGroupPolicy(config.model_dump(), 64, now_s=told_s)
         number, state, numbers = 1, {}, [1]
         for second in range(seconds):
             each = 12.0 / number
@@ -333,6 +333,14 @@ class TestPace:
         assert run.seconds(10, Wish(number=3))[-1] == 1
         assert run.seconds(1, Wish(number=3)) == [3]
 
+    def test_down_to_the_most_that_were_wanted_meanwhile(self) -> None:
+        """A lull at the last moment says nothing of the minutes before."""
+        run = Run(number=8)
+        run.seconds(58, Wish(number=7))
+        assert run.seconds(10, Wish(number=1))[-1] == 7
+        numbers = run.seconds(62, Wish(number=1))
+        assert (numbers[0], numbers[-1]) == (7, 1)
+
     def test_a_clock_that_is_set_back_holds_nothing_up(self) -> None:
         run = Run()
         run.ready_s = [-math.inf]
@@ -437,7 +445,7 @@ class TestPace:
 class TestInServe:
     def test_target_groups_rise_and_fall_with_what_coordinators_report(self) -> None:
         config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
-        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
         number, state, numbers = 1, {}, []
         for second in range(120):
             busy = second < 40
@@ -463,7 +471,7 @@ class TestInServe:
         clients wait until it is there again: that is the negative control.
         """
         config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
-        policy = TargetGroupPolicy(config.model_dump(), 64)
+        policy = TargetGroupPolicy(config.model_dump(), 64, now_s=told_s)
         number, state, numbers = 1, {}, [1]
         for second in range(600):
             reports = {}
@@ -489,7 +497,7 @@ class TestInServe:
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     def test_reports_that_are_no_numbers_are_as_if_they_had_not_come(self, value: float) -> None:
         config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
-        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
         good = group_stats({"num_requests_running": 10.0, "num_requests_waiting": 8.0}, round_s=0.01)
         bad = dict.fromkeys(good, value)
         number, state = 2, {}
@@ -502,7 +510,7 @@ class TestInServe:
 
     def test_what_serve_has_started_by_itself_is_not_idle_since_long_ago(self) -> None:
         config = TargetScalingConfig(min_groups=0, max_groups=4, scale_to_zero_after_s=30)
-        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
         idle = {"replica": group_stats({}, round_s=None)}
         number, state = 1, {}
         for second in range(40):
@@ -518,7 +526,7 @@ class TestInServe:
     def test_a_group_that_is_loaded_anew_is_not_given_up_where_both_are_needed(self) -> None:
         """One of two has died. The other runs 70 % of what it can, more than it should have for good."""
         config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, down_after_s=20, cooldown_s=0)
-        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
         left = group_stats({"num_requests_running": 7.0}, round_s=0.01)
         half = group_stats({"num_requests_running": 3.5}, round_s=0.01)
         number, state = 2, {}
@@ -528,9 +536,51 @@ class TestInServe:
             number, state = policy(context(reports, target=number, now_s=at_s, state=state, bounds=(1, 4)))
             assert number == 2
 
+    @pytest.mark.parametrize("is_told", [True, False])
+    def test_a_group_without_a_target_is_no_empty_one(self, is_told: bool) -> None:
+        """The other is full, and who comes now waits too long: a third is wanted once that may never serve.
+
+        Where it is not told, the one without a target looks as if it had all places free.
+        """
+        config = TargetScalingConfig(min_groups=1, max_groups=4, up_after_s=5, start_patience_s=60)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
+        full = {"num_requests_running": float(SEQS), "num_requests_waiting": 5.0, "queue_wait_seconds": 1.8}
+        reports = {
+            "a": group_stats(full, round_s=0.01),
+            "b": group_stats({}, round_s=None, has_target=not is_told),
+        }
+        number, state, numbers = 2, {}, []
+        for second in range(100):
+            at_s = 5000.0 + second
+            number, state = policy(context(reports, target=number, now_s=at_s, state=state, bounds=(1, 4)))
+            numbers.append(number)
+        assert set(numbers[:60]) == {2}
+        assert (numbers[-1] > 2) == is_told
+
+    def test_what_waits_where_no_target_is_keeps_nobody_from_being_wanted(self) -> None:
+        lost = group_stats({"num_requests_waiting": 30.0}, round_s=None, has_target=False)
+        serving = group_stats({"num_requests_running": 4.0}, round_s=0.01)
+        config = TargetScalingConfig(
+            min_groups=1, max_groups=4, up_after_s=0, down_after_s=5, cooldown_s=0, start_patience_s=1.0
+        )
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
+        reports = {"a": serving, "b": lost}
+        number, state = policy(context(reports, target=2, now_s=1.0, state={}, bounds=(1, 4)))
+        number, _ = policy(context(reports, target=number, now_s=2.0, state=state, bounds=(1, 4)))
+        assert number == 3, "the two that are wanted, and one in the place of who may never serve"
+        assert wanted_groups([], SEQS, TARGETS, num_waiting_elsewhere=1.0).is_idle is False
+
+    def test_a_wall_clock_that_is_set_forward_makes_no_wish_last_longer(self) -> None:
+        config = TargetScalingConfig(min_groups=1, max_groups=4, down_after_s=300, cooldown_s=0)
+        policy = TargetGroupPolicy(config.model_dump(), SEQS)
+        idle = {name: group_stats({}, round_s=None) for name in "abc"}
+        number, state = policy(context(idle, target=3, now_s=1000.0, state={}, bounds=(1, 4)))
+        number, _ = policy(context(idle, target=number, now_s=9000.0, state=state, bounds=(1, 4)))
+        assert number == 3
+
     def test_a_draft_worker_that_loads_for_long_is_not_given_up(self) -> None:
         config = DraftScalingConfig(min_workers=1, max_workers=3, up_after_s=0, down_after_s=10, cooldown_s=0)
-        policy = DraftPoolPolicy(config.model_dump())
+        policy = DraftPoolPolicy(config.model_dump(), now_s=told_s)
         report = {"usage": 0.9, "num_requests": 9.0, "utilization": 0.9, "wait_share": 0.4, "worth": 1.5}
         number, state = policy(context({"a": report}, target=1, now_s=1.0, state={}, bounds=(1, 3)))
         assert number == 2
@@ -543,7 +593,7 @@ class TestInServe:
 
     def test_draft_workers_follow_their_coordinators(self) -> None:
         config = DraftScalingConfig(min_workers=1, max_workers=3, up_after_s=0, down_after_s=0, cooldown_s=0)
-        policy = DraftPoolPolicy(config.model_dump())
+        policy = DraftPoolPolicy(config.model_dump(), now_s=told_s)
         report = {"usage": 0.9, "num_requests": 9.0, "utilization": 0.9, "wait_share": 0.4, "worth": 1.5}
         number, state = policy(context({"a": report}, target=1, now_s=1.0, state={}, bounds=(1, 3)))
         assert number == 2

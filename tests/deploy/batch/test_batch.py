@@ -231,7 +231,7 @@ def failure(code: str) -> httpx.Response:
     return httpx.Response(500, json={"error": {"message": "it broke", "code": code}})
 
 
-MISHAPS = ["coordinator_lost", "request_lost", "request_abort", "grammar_not_compiled"]
+MISHAPS = ["coordinator_lost", "replay_failed", "request_lost", "request_abort", "grammar_not_compiled"]
 
 
 @pytest.mark.parametrize("code", MISHAPS)
@@ -255,7 +255,7 @@ def test_a_line_that_brings_it_about_each_time_is_not_sent_for_ever(tmp_path: Pa
 def test_a_mishap_is_waited_for_no_longer_than_anything_else(tmp_path: Path) -> None:
     options = BatchOptions(concurrency=1, patience_s=1.0)
     requests = write(tmp_path / "in", request("a"))
-    with pytest.raises(BatchInterrupted, match=r"no answer for 0 s \(status 500\)"):
+    with pytest.raises(BatchInterrupted, match=r"no answer for 1 s \(status 500\)"):
         run(answers(failure("coordinator_lost")), requests, tmp_path / "out", options=options)
     assert not results_of(tmp_path / "out")
 
@@ -428,6 +428,18 @@ def test_a_line_that_is_put_off_while_others_are_answered_is_waited_for(tmp_path
     waits = run(httpx.MockTransport(answer), requests, tmp_path / "out", options=options)
     assert sum(waits.seconds) > 2 * options.patience_s
     assert [result["response"]["status_code"] for result in results_of(tmp_path / "out")] == [200] * 41
+
+
+def test_a_server_that_asks_for_more_patience_than_there_is_gets_what_there_is(tmp_path: Path) -> None:
+    """A key that has overdrawn its tokens of a minute is told to wait for long; its other lines go on."""
+    late = httpx.Response(429, headers={"Retry-After": "1860"}, json={})
+    requests = write(tmp_path / "in", request("a"))
+    waits = run(answers(late, GOOD), requests, tmp_path / "out")
+    assert waits.seconds == [OPTIONS.patience_s]
+    (result,) = results_of(tmp_path / "out")
+    assert result["response"]["status_code"] == 200
+    with pytest.raises(BatchInterrupted, match=r"no answer for 20 s \(status 429\)"):
+        run(answers(late), write(tmp_path / "in", request("b")), tmp_path / "other")
 
 
 def test_what_does_not_pass_ends_the_batch_and_is_no_result(tmp_path: Path) -> None:

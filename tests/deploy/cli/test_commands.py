@@ -329,6 +329,11 @@ def test_a_new_key_is_one_that_the_file_accepts(tmp_path: Path) -> None:
     assert key.digest == digest_api_key(text)
     assert invoke("keys", "new", "alice")[1].splitlines()[0] != text
     assert "NAME must be" in user_error("keys", "new", "two words")
+    too_long = ("keys", "new", "alice", "--tokens-per-minute", 10**12)
+    assert "--tokens-per-minute: give a number of at most 12 digits" in user_error(*too_long)
+    longest = invoke("keys", "new", "alice", "--tokens-per-minute", 10**12 - 1)[1].splitlines()[1]
+    keys.write_text(f"{longest}\n")
+    assert read_api_keys(keys)[0].tokens_per_minute == 10**12 - 1
 
 
 def test_the_line_of_a_new_key_goes_into_a_file_and_the_key_to_its_owner(tmp_path: Path) -> None:

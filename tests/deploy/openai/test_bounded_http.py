@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -12,7 +13,7 @@ from typing import ClassVar
 import httpx
 import pytest
 import uvicorn.config
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.bounded_http import MAX_HEAD_BYTES, BoundedHttp, install
 from tests.deploy.openai.live import live_server
@@ -28,6 +29,8 @@ class Hasty(BoundedHttp):
     max_head_bytes = LIMIT
     head_timeout_s = 0.3
     leftover_timeout_s = 0.3
+    rest_timeout_s = 0.5
+    max_pipelined = 4
     open: ClassVar[set[BoundedHttp]] = set()
 
     def connection_made(self, transport: object) -> None:
@@ -39,6 +42,7 @@ class Hasty(BoundedHttp):
         self.open.discard(self)
         assert self._head_timer is None
         assert self._leftover_timer is None
+        assert self._rest_timer is None
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,9 +59,35 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+class OtherAnswers:
+    """By the path: /early does not read what it answers, /broken/N ends behind N bytes of more, and /slow
+    waits until its client has left, or is told to answer."""
+
+    def __init__(self) -> None:
+        self.may_answer = False
+        self.num_left = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind, _, size = scope["path"].strip("/").partition("/")
+        body = bytes(int(size or 0))
+        if kind == "slow":
+            await receive()
+            while not self.may_answer:
+                try:
+                    async with asyncio.timeout(0.02):
+                        message = await receive()
+                except TimeoutError:
+                    continue
+                if message["type"] == "http.disconnect":
+                    self.num_left += 1
+                    return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-kind", kind.encode())]})
+        await send({"type": "http.response.body", "body": body, "more_body": kind == "broken"})
+
+
 @contextmanager
-def connected(http: type = Hasty, **options: float) -> Iterator[socket.socket]:
-    with live_server(app, http=http, **options) as url:
+def connected(http: type = Hasty, application: ASGIApp = app, **options: float) -> Iterator[socket.socket]:
+    with live_server(application, http=http, **options) as url:
         host, _, port = url.removeprefix("http://").partition(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             yield connection
@@ -226,6 +256,87 @@ def test_who_fetches_it_slowly_gets_it() -> None:
             time.sleep(0.01)
         assert num_bytes > BIG
         assert time.monotonic() - started_s > Hasty.leftover_timeout_s
+
+
+def test_who_does_not_fetch_a_broken_answer_is_gone() -> None:
+    """The server closes it, and waits for what is in its buffer: for ever, where it were left at that."""
+    with connected(application=OtherAnswers()) as connection:
+        connection.sendall(b"GET /broken/%d HTTP/1.1\r\nHost: x\r\n\r\n" % BIG)
+        connection.recv(1000)
+        assert Hasty.open
+        wait_for(lambda: not Hasty.open)
+
+
+@pytest.mark.parametrize("answered", [b"", b"a"])
+def test_the_rest_of_a_body_that_nobody_reads_is_not_waited_for(answered: bytes) -> None:
+    head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+    with connected(application=OtherAnswers(), timeout_keep_alive=30) as connection:
+        connection.sendall(head + b"a" * 9 + head + answered)
+        for _ in range(2):
+            assert b"x-kind: early" in read_answer(connection)
+        started_s = time.monotonic()
+        for _ in range(4):
+            time.sleep(0.05)
+            connection.sendall(b"a")  # a byte now and then gives no more time
+        assert read_all(connection) == b""
+        assert 0.2 < time.monotonic() - started_s < 20
+
+
+def test_who_ends_a_body_that_nobody_reads_may_go_on() -> None:
+    head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+    with connected(application=OtherAnswers(), timeout_keep_alive=30) as connection:
+        for _ in range(2):
+            connection.sendall(head)
+            assert b"x-kind: early" in read_answer(connection)
+            connection.sendall(b"ab")
+            time.sleep(2 * Hasty.rest_timeout_s)
+
+
+def test_who_leaves_is_noticed_though_another_request_waits_behind() -> None:
+    answers = OtherAnswers()
+    with connected(application=answers) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.2)
+        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.2)
+        assert answers.num_left == 0
+        connection.close()
+        wait_for(lambda: answers.num_left == 1 and not Hasty.open)
+
+
+def test_requests_behind_another_are_answered_in_turn_up_to_a_number() -> None:
+    answers = OtherAnswers()
+    slow, early = (b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % kind for kind in (b"slow", b"early"))
+    with connected(application=answers) as connection:
+        connection.sendall(slow)
+        time.sleep(0.2)
+        connection.sendall(early * Hasty.max_pipelined)
+        time.sleep(0.2)
+        answers.may_answer = True
+        text = b""
+        while text.count(b"x-kind") <= Hasty.max_pipelined:
+            text += connection.recv(1 << 16)
+        assert text.count(b"x-kind: slow") == 1
+        assert text.index(b"slow") < text.index(b"early")
+        answers.may_answer = False
+        connection.sendall(slow)
+        time.sleep(0.2)
+        connection.sendall(early * (Hasty.max_pipelined + 1))
+        assert read_all(connection).count(b"x-kind") == 0
+        wait_for(lambda: answers.num_left == 1)
+
+
+def test_nothing_is_written_into_an_answer() -> None:
+    answers = OtherAnswers()
+    with connected(application=answers) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        time.sleep(0.2)
+        connection.sendall(b"this is no request\r\n\r\n")
+        assert read_all(connection) == b""
+        wait_for(lambda: answers.num_left == 1)
+    with connected() as connection:
+        connection.sendall(b"this is no request\r\n\r\n")
+        require_refused(read_all(connection), b"400 ")
 
 
 def test_servers_of_this_process_have_it_once_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

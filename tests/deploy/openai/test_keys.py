@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from specdec.core.clock import ManualClock
 from specdec.core.errors import CapacityError, ConfigError, InputError, NotReadyError
+from specdec.core.outputs import RequestOutput
+from specdec.core.request import Request
 from tests.deploy.openai.fakes import PIECES, Door, ScriptedService, error_of
 from tests.deploy.openai.live import live_server
 
@@ -51,10 +54,10 @@ def key_of(text: str, **limits: int) -> ApiKey:
 class LimitedDoor(Door):
     """A door with keys, under a clock that the test moves."""
 
-    def __init__(self, *keys: ApiKey, service: ScriptedService | None = None) -> None:
+    def __init__(self, *keys: ApiKey, service: ScriptedService | None = None, **settings: Any) -> None:
         self.clock = ManualClock()
         self.ring = KeyRing(keys, self.clock)
-        super().__init__(service or ScriptedService(), DoorSettings(api_keys=keys))
+        super().__init__(service or ScriptedService(), DoorSettings(api_keys=keys, **settings))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +100,9 @@ def test_the_rate_holds_in_the_long_run_whatever_is_asked_for() -> None:
     num_used = num_refused = 0
     waits_s = []
     for _ in range(4000):
-        usage = ring.usage(key, num_choices=1, num_prompt_tokens=generator.randrange(200), metrics=metrics)
+        usage = ring.usage(
+            key, num_choices=1, param="n", num_prompt_tokens=generator.randrange(200), metrics=metrics
+        )
         try:
             with usage:
                 num_generated = generator.randrange(400)
@@ -117,9 +122,9 @@ def test_what_waits_as_long_as_it_is_told_is_let_in() -> None:
     clock = ManualClock()
     key = key_of("a", tokens_per_minute=7)
     ring = KeyRing([key], clock)
-    with ring.usage(key, num_choices=1, num_prompt_tokens=50, metrics=DoorMetrics()):
+    with ring.usage(key, num_choices=1, param="n", num_prompt_tokens=50, metrics=DoorMetrics()):
         pass
-    again = ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=DoorMetrics())
+    again = ring.usage(key, num_choices=1, param="n", num_prompt_tokens=1, metrics=DoorMetrics())
     with pytest.raises(CapacityError) as refused:
         again.__enter__()
     clock.advance(refused.value.retry_after_s)
@@ -129,7 +134,7 @@ def test_what_waits_as_long_as_it_is_told_is_let_in() -> None:
 
 def use(ring: KeyRing, key: ApiKey, num_choices: int = 1, num_prompt_tokens: int = 1) -> Usage:
     return ring.usage(
-        key, num_choices=num_choices, num_prompt_tokens=num_prompt_tokens, metrics=DoorMetrics()
+        key, num_choices=num_choices, param="n", num_prompt_tokens=num_prompt_tokens, metrics=DoorMetrics()
     )
 
 
@@ -186,7 +191,7 @@ def test_the_rate_holds_over_all_doors_together() -> None:
     metrics = DoorMetrics()
     for _ in range(4000):
         usage = generator.choice(rings).usage(
-            key, num_choices=1, num_prompt_tokens=generator.randrange(200), metrics=metrics
+            key, num_choices=1, param="n", num_prompt_tokens=generator.randrange(200), metrics=metrics
         )
         with contextlib.suppress(CapacityError), usage:
             usage.charge(generator.randrange(400))
@@ -215,16 +220,40 @@ def test_what_is_refused_is_not_charged(refusal: Exception, status: int, stream:
     assert f'ray_drafthouse_api_key_tokens_total{{key="of-key"}} {float(TOKENS)}' in text
 
 
+class RefusedLate(ScriptedService):
+    """Refuses what has waited for a while."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        if self.refuse_with is not None:
+            await asyncio.sleep(0.1)
+        async for output in super().generate(request):
+            yield output
+
+
+@pytest.mark.parametrize("refusal", [refusal for refusal, _ in REFUSALS])
+def test_a_stream_that_is_refused_behind_a_comment_is_not_charged_either(refusal: Exception) -> None:
+    key, service = key_of("key", tokens_per_minute=PROMPT_TOKENS), RefusedLate(refuse_with=refusal)
+    door = LimitedDoor(key, service=service, stream_keep_alive_s=0.02)
+    for _ in range(3):
+        refused = door.ask("key", stream=True)
+        assert refused.status_code == 200
+        assert refused.text.startswith(":")
+        assert '"error"' in refused.text
+    service.refuse_with = None
+    assert door.ask("key", stream=True).status_code == 200
+    assert door.ask("key").status_code == 429
+
+
 def test_what_is_refused_says_nothing_of_how_long_a_choice_takes() -> None:
     key = key_of("a", max_concurrency=1)
     ring, metrics = KeyRing([key], ManualClock()), DoorMetrics()
     for _ in range(50):
-        usage = ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics)
+        usage = ring.usage(key, num_choices=1, param="n", num_prompt_tokens=1, metrics=metrics)
         with contextlib.suppress(CapacityError), usage:
             usage.charge(0)  # an output without tokens says that it had to leave the queue
             raise CapacityError("full", retry_after_s=1)
-    with ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics):
-        again = ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics)
+    with ring.usage(key, num_choices=1, param="n", num_prompt_tokens=1, metrics=metrics):
+        again = ring.usage(key, num_choices=1, param="n", num_prompt_tokens=1, metrics=metrics)
         with pytest.raises(CapacityError) as refused:
             again.__enter__()
     assert refused.value.retry_after_s == 1.0
@@ -233,13 +262,74 @@ def test_what_is_refused_says_nothing_of_how_long_a_choice_takes() -> None:
 def test_what_has_begun_is_charged_however_it_ends() -> None:
     key = key_of("a", tokens_per_minute=10)
     ring, metrics = KeyRing([key], ManualClock()), DoorMetrics()
-    usage = ring.usage(key, num_choices=2, num_prompt_tokens=8, metrics=metrics)
+    usage = ring.usage(key, num_choices=2, param="n", num_prompt_tokens=8, metrics=metrics)
     with contextlib.suppress(CapacityError), usage:
         usage.charge(2)
         raise CapacityError("full", retry_after_s=1)  # of the other choice
     assert metrics.api_key_tokens.labels(key.name)._value.get() == 10
     with pytest.raises(CapacityError, match="10 tokens per minute"):
-        ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=metrics).__enter__()
+        ring.usage(key, num_choices=1, param="n", num_prompt_tokens=1, metrics=metrics).__enter__()
+
+
+def test_a_key_that_comes_back_into_the_file_has_used_what_it_has_used() -> None:
+    clock = ManualClock()
+    key, other = key_of("a", max_concurrency=1, tokens_per_minute=10), key_of("b")
+    ring = KeyRing([key, other], clock)
+    with use(ring, key, num_prompt_tokens=5):
+        ring.replace([other])
+        ring.replace([key, other])
+        with pytest.raises(CapacityError, match="1 choices"):
+            use(ring, key).__enter__()
+    with use(ring, key, num_prompt_tokens=200):
+        pass
+    ring.replace([other])
+    clock.advance(600)
+    ring.replace([key, other])
+    with pytest.raises(CapacityError, match="10 tokens per minute"):
+        use(ring, key).__enter__()
+    ring.replace([other])
+    clock.advance(7200)
+    ring.replace([key, other])
+    with use(ring, key):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"prompt": ["abc"] * 3}, "prompt"), ({"n": 3}, "n"), ({"best_of": 3}, "best_of")],
+)
+def test_what_a_key_never_has_at_once_is_told_by_its_field(fields: dict[str, Any], param: str) -> None:
+    door = LimitedDoor(key_of("few", max_concurrency=2))
+    refused = door.ask("few", **fields)
+    assert refused.status_code == 400
+    assert (error_of(refused)["code"], error_of(refused)["param"]) == ("too_many_choices", param)
+
+
+def test_a_body_is_not_read_where_the_key_has_no_place_for_it() -> None:
+    """Or one key's bodies fill the memory of a door while its limits look at one of them."""
+    door = LimitedDoor(key_of("few", max_concurrency=1))
+    num_read = 0
+
+    async def run() -> None:
+        is_held = asyncio.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal num_read
+            num_read += 1
+            yield b'{"prompt": '
+            await is_held.wait()
+            yield b'"abc"}'
+
+        headers = {"Authorization": "Bearer few"}
+        first = asyncio.create_task(door.send("POST", "/v1/completions", content=body(), headers=headers))
+        while num_read == 0:
+            await asyncio.sleep(0)
+        assert (await door.asked("few")).status_code == 429
+        is_held.set()
+        assert (await first).status_code == 200
+        assert (await door.asked("few")).status_code == 200
+
+    asyncio.run(run())
 
 
 def test_concurrency() -> None:
@@ -331,6 +421,33 @@ def write(file: Path, *lines: str) -> None:
     new = file.with_suffix(".new")
     new.write_text("".join(f"{line}\n" for line in lines))
     os.replace(new, file)
+
+
+def test_whoever_follows_the_file_goes_on_after_what_nobody_foresaw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who stopped would let revoked keys in until the door starts anew."""
+    file = tmp_path / "keys"
+    text, key = new_api_key("first", max_concurrency=None, tokens_per_minute=None)
+    write(file, line_of(key))
+    ring = KeyRing(None)
+    fails = [True, True, False]
+
+    async def without_threads(work: Callable[[], Any]) -> Any:
+        if fails and fails.pop(0):
+            raise RuntimeError("can't start new thread")
+        return work()
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "to_thread", without_threads)
+        following = asyncio.create_task(follow_api_keys(ApiKeysFile(file), ring, interval_s=0.001))
+        async with asyncio.timeout(20):
+            while ring.find(text) is None:
+                await asyncio.sleep(0.001)
+        following.cancel()
+
+    asyncio.run(run())
+    assert len([one for one in caplog.records if one.exc_info]) == 1
 
 
 def test_keys_change_while_the_server_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

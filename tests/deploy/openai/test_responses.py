@@ -353,6 +353,7 @@ def test_more_generated_logprobs_than_a_response_may_hold_end_it(door: Door) -> 
     assert (refused.status_code, error_of(refused)["code"]) == (400, "output_too_large")
     assert small.service.closed == [request.request_id for request in small.service.requests]
     assert Door(settings=DoorSettings(max_logprobs=15)).complete(logprobs=2).status_code == 200
+    assert small.complete(best_of=4).status_code == 200, "by which the best is found, are not told"
 
 
 def test_token_ids_and_metrics_on_request(door: Door) -> None:

@@ -137,7 +137,7 @@ def test_of_several_drafters_only_the_one_with_the_budget_may_be_asked_for_with_
     ("changes", "what"),
     [
         ({"timeout_s": 10.0}, None),
-        ({"timeout_s": 9.0}, "its end is expected in 8.0 s, .*5.0 s in the queue; timeout_s gives 9 s"),
+        ({"timeout_s": 9.0}, "its end is expected in 8.0 s, .*5.0 s in the queue; its time limit .* is 9 s"),
         ({"slo": LatencyTarget(ttft_ms=8000.0, itl_ms=1.0)}, None),
         (
             {"slo": LatencyTarget(ttft_ms=7000.0)},

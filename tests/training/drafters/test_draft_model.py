@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -14,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.core.errors import CheckpointError, ConfigError
+from specdec.model.generation_file import GENERATION_FILE
+from specdec.model.layer_map import CONFIG_KEY, LayerMap
 from specdec.model.tokenizer import check_same_tokenizer, load_tokenizer
 from tests.training.drafters.tiny_runs import TINY, losses, options
 from training.draft_distillation import SAMPLE_TEMPERATURES, cycled
@@ -98,6 +102,18 @@ def test_the_first_layers_of_a_mixture_can_be_written(
     torch.testing.assert_close(again(tokens).logits, draft(tokens).logits)
 
 
+@pytest.mark.parametrize(("positions", "left"), [([0, 2, 4, 5], [0, 2]), ([3, 4], None)])
+def test_of_an_inflated_target_the_layers_that_are_left_are_mapped(
+    positions: list[int], left: list[int] | None, model: PreTrainedModel
+) -> None:
+    inflated = copy.deepcopy(model)
+    setattr(inflated.config, CONFIG_KEY, positions)
+    draft = first_layers(inflated, 3)
+    assert getattr(draft.config, CONFIG_KEY, None) == left
+    assert LayerMap.of_model(draft.config).positions == tuple(left or range(3))
+    assert getattr(inflated.config, CONFIG_KEY) == positions
+
+
 def test_a_configuration_that_does_not_go_with_fewer_layers_is_told_at_once() -> None:
     """Not when the model has been trained and is to be written."""
     target = AutoModelForCausalLM.from_config(transformers.MellumConfig(**MIXTURE))
@@ -106,6 +122,35 @@ def test_a_configuration_that_does_not_go_with_fewer_layers_is_told_at_once() ->
         ConfigError, match=r"can be cut from this target \(.*`mlp_layer_types` \(3\).*--start-from"
     ):
         first_layers(target, 2)
+
+
+SAID = {"eos_token_id": 7, "max_new_tokens": -5, "watermarking_config": {"of": "another version"}}
+"""transformers refuses to load a model whose folder says so; servers do not."""
+
+
+@pytest.mark.parametrize("said", [SAID, None])
+def test_what_a_folder_says_of_generation_is_handed_on(
+    target_folder: Path, texts: Path, tmp_path: Path, said: dict[str, Any] | None
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(target_folder, target)
+    (target / GENERATION_FILE).unlink(missing_ok=True)
+    if said is not None:
+        (target / GENERATION_FILE).write_text(json.dumps(said))
+    train_drafter(recipe(steps=1, num_layers=2), options(target, texts, tmp_path, eval_texts=0))
+    written = tmp_path / "out" / GENERATION_FILE
+    assert (json.loads(written.read_text()) if written.exists() else None) == said
+
+
+def test_a_folder_that_transformers_stumbles_over_is_told_as_one(
+    target_folder: Path, texts: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(target_folder, target)
+    for file in target.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"target"):
+        train_drafter(recipe(steps=1, num_layers=2), options(target, texts, tmp_path, eval_texts=0))
 
 
 def test_it_learns_and_is_written_as_an_ordinary_model(

@@ -228,3 +228,16 @@ def test_a_window_that_comes_with_the_weights_is_for_shorter_rows(
     with pytest.raises(ConfigError, match=r"attend to 8 positions .* at most 9$"):
         train_drafter(DrafterRecipe(method="eagle", **TINY), chosen)
     train_drafter(DrafterRecipe(method="eagle", **(TINY | {"row_length": 9})), chosen)
+
+
+def test_a_run_is_not_gone_on_with_from_what_a_folder_holds_by_then(
+    target_folder: Path, texts: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Settings that no checkpoint holds come from there: the rest would be trained as another drafter."""
+    first = made(model, tmp_path / "first", "eagle3")
+    recipe = DrafterRecipe(method="eagle3", **TINY)
+    chosen = options(target_folder, texts, tmp_path, start_from=first, eval_texts=0)
+    train_drafter(recipe, dataclasses.replace(chosen, stop_after_step=3))
+    edit(first, norm_before_residual=True)
+    with pytest.raises(ConfigError, match="holds a run with another --start-from: configuration or weights"):
+        train_drafter(recipe, chosen)

@@ -722,3 +722,21 @@ def test_every_field_of_a_recipe_has_an_option() -> None:
         option = options_there[(called | {"adamw_lr": "vector_lr"}).get(field.name, field.name)]
         if field.name != "method":
             assert option.default == field.default, field.name
+
+
+@pytest.mark.parametrize(
+    ("method", "num_layers", "is_warned"),
+    [("medusa", 1, False), ("medusa", 2, True), ("hydra", 2, False), ("hydra", 3, True), ("eagle", 3, False)],
+)
+def test_heads_that_the_authors_code_would_read_otherwise_are_warned_of(
+    method: Method,
+    num_layers: int,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(train, "train_beside_target", lambda recipe, options: {})
+    recipe = DrafterRecipe(method=method, num_layers=num_layers, **TINY)
+    train.train_drafter(recipe, options(tmp_path, tmp_path, tmp_path))
+    assert any("the last block" in one.message for one in caplog.records) == is_warned
