@@ -105,6 +105,9 @@ class RequestDesk:
         self._end_s: float | None = None
         self._woken = False
         self._description: TargetDescription | None = None
+        self._without_s = 0.0
+        """Without a target, since there was one first; but for the present loss."""
+        self._lost_s: float | None = None
         self.engine_metrics: Mapping[str, float] = {}
         """Latest snapshot of the engine's metrics, or of the last engine's; see `metrics`."""
         self.status: TargetGroupStatus | None = None
@@ -131,12 +134,17 @@ class RequestDesk:
         return self._situation.metrics(
             {
                 **self.engine_metrics,
+                "target_recovery_seconds": self._recovery_s(),
                 "replays": self._orders.num_replays,
                 'requests_refused{reason="no_target"}': self.num_refused,
                 'requests_refused{reason="held_up"}': self.num_refused_held_up,
                 **channel_dropped_series("coordinator", {"unexpected_kind": self.num_unexpected}),
             }
         )
+
+    def _recovery_s(self) -> float:
+        lost_s = self._lost_s  # once: another thread may set it
+        return self._without_s + (0.0 if lost_s is None else self._clock.now_s() - lost_s)
 
     @property
     def _situation(self) -> Situation:
@@ -280,6 +288,10 @@ class RequestDesk:
     def set_target(self, description: TargetDescription | None) -> None:
         """Note that there is a target, or none any more, which ingresses hear at once."""
         with self._lock:
+            if description is not None:
+                self._without_s, self._lost_s = self._recovery_s(), None
+            elif self._description is not None:
+                self._lost_s = self._clock.now_s()
             self._description = description
             self._tell_state()
 

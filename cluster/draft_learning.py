@@ -66,6 +66,8 @@ class DraftLearning:
         self._served: PackedVersion | None = None
         self._given = 0
         """Number of the version that the present worker was given last."""
+        self._may_give = True
+        """Whether it has not failed to take one, for which learning pauses."""
         self._untold: Counter[str] = Counter()
         self._status: OnlineStatus | None = None
         self._is_over = False
@@ -81,17 +83,23 @@ class DraftLearning:
         Raises:
             TransportError: it is dead.
         """
-        self._given = 0
+        self._given, self._may_give = 0, True
         self._contained(self._give, worker)
 
     def exchange(self, worker: WorkerHandle) -> None:
-        """Hand on what there is, unless learning pauses; wait for the worker alone, never for the trainer.
+        """Hand on what there is; wait for the worker alone, never for the trainer.
+
+        While learning pauses that is the version which was served last, where a new worker has it not yet.
 
         Raises:
             TransportError: the worker is dead.
         """
-        if not self._is_over and self._pauses.is_due(self._clock.now_s()):
+        if self._is_over:
+            return
+        if self._pauses.is_due(self._clock.now_s()):
             self._contained(self._hand_on, worker)
+        elif self._may_give:
+            self._contained(self._give, worker)
 
     def stop(self) -> None:
         """End the trainer."""
@@ -132,11 +140,14 @@ class DraftLearning:
             return
         # Asked first: until the worker's forward is compiled, which may take hours under load, all weights
         # would be sent for nothing again and again.
+        self._may_give = False
         if not worker.call("can_use_version"):
+            self._may_give = True
             return
         try:
             if worker.call("use_version", served, timeout_s=_STAGING_S):
                 self._given = served.number
+            self._may_give = True
         except RayTaskError as error:
             logger.error("the draft model learns no more: it takes no other weights: %s", error.cause)
             self.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from ray.exceptions import RayError
 
 from cluster.backoff import Attempts
 from cluster.desk import RequestDesk
-from cluster.series import channel_dropped_series
+from cluster.series import channel_dropped_series, is_counter
 from specdec.core.clock import MonotonicClock
 from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import DrafthouseError, TransportError
@@ -89,8 +90,8 @@ class EngineLoop:
             forgiven_after_s=_FORGIVEN_AFTER_S,
         )
         self.num_losses = 0
-        self.recovery_s = 0.0
-        """Time without a target, all losses together."""
+        self._former: Counter[str] = Counter()
+        """What engines before the present one have counted."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -135,6 +136,7 @@ class EngineLoop:
             while True:
                 self._attempts.began(time.monotonic())
                 self._serve(engine)
+                self._take_over(engine)
                 engine.close()
                 if self._stopping.is_set():
                     return
@@ -170,6 +172,12 @@ class EngineLoop:
             logger.warning("the target is lost: %s", error)
         finally:
             self._deliver_held()
+
+    def _take_over(self, engine: Engine) -> None:
+        """Keep what an engine has counted that ends: the next begins with nothing."""
+        counted = engine.metrics().snapshot().items()
+        self._former.update({name: value for name, value in counted if is_counter(name)})
+        self._desk.engine_metrics = {**self._desk.engine_metrics, **self._former}
 
     def _run_round(self, engine: Engine) -> bool:
         """Run a round; return whether the target is still there."""
@@ -215,9 +223,7 @@ class EngineLoop:
                 wait_s = self._attempts.failed(time.monotonic())
                 logger.error("the target cannot be brought back, next attempt in %.1f s: %s", wait_s, error)
             else:
-                took_s = time.monotonic() - lost_s
-                self.recovery_s += took_s
-                logger.info("the target is back after %.1f s", took_s)
+                logger.info("the target is back after %.1f s", time.monotonic() - lost_s)
                 return engine
         logger.error("the target could not be brought back in %d attempts: it is given up", _MAX_ATTEMPTS)
         self._desk.end_all("the target cannot be brought back", COORDINATOR_FAILED)
@@ -227,11 +233,12 @@ class EngineLoop:
         """Tell the desk how things are."""
         self._publish_due_s = time.monotonic() + _PUBLISH_INTERVAL_S
         metrics, of_source = engine.metrics(), self._source.metrics()
+        snapshot = metrics.snapshot()
         self._desk.engine_metrics = {
-            **metrics.snapshot(),
+            **snapshot,
+            **{name: value + snapshot.get(name, 0.0) for name, value in self._former.items()},
             **of_source,
             "target_losses": self.num_losses,
-            "target_recovery_seconds": self.recovery_s,
             **channel_dropped_series("coordinator", self._channel.dropped),
         }
         self._desk.status = self._status.take(metrics, of_source, self._source.draft_links())

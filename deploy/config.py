@@ -118,7 +118,8 @@ class HttpConfig(StrictConfig):
     """Write a log line for each request to the API: route, status, seconds and ids, no text of it."""
     ray_metrics: bool = True
     """Publish what /metrics says through Ray's metrics API as well, every few seconds: it is then at the port
-    at which each node exports Ray's own metrics (8080 in Kubernetes), under the same names."""
+    at which nodes export Ray's own metrics (8080 in Kubernetes), of the node whose door adds up, under the
+    same names."""
     tracing: TracingConfig | None = None
     """OpenTelemetry traces of requests (extra `tracing`); None: off, at no cost."""
     keep_alive_timeout_s: int = Field(default=75, ge=1)

@@ -104,7 +104,7 @@ class DraftLinks:
         its = self._registry.registrations.get(request_id)
         return None if its is None else its.worker
 
-    def _tell_to_forget(self, request_id: RequestId, registration: Registration) -> None:
+    def _tell_to_forget(self, request_id: RequestId, registration: Registration, has_ended: bool) -> None:
         worker = self._workers[registration.worker]
         forget = partial(worker.release, self._owner, (request_id,))
         self._events.at(self._events.now_s + self._wire_s, forget)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import httpx
 from pydantic_core import from_json
 
+from deploy.openai.without_route import WITHOUT_ROUTE
 from specdec.core.error_codes import COORDINATOR_LOST, GRAMMAR_NOT_COMPILED, REPLAY_FAILED
 
 _PASSING = frozenset({408, 429, 502, 503})
@@ -18,8 +18,6 @@ _MISHAPS = frozenset({COORDINATOR_LOST, REPLAY_FAILED, GRAMMAR_NOT_COMPILED, "re
 """Codes of failures (500) of which nothing is known to lie in the request."""
 _WHO_ASKS = ("auth", "key", "permission", "origin", "country")
 """Parts of codes and types, among servers with OpenAI's API, of refusals (403) that mind no text."""
-_WITHOUT_ROUTE = re.compile(rb"Path '.*' not found\b")
-"""Begins Serve's own 404, of its proxy as of HAProxy; those of other servers begin otherwise."""
 
 
 def is_json(response: httpx.Response, kind: type = object) -> bool:
@@ -48,7 +46,7 @@ def is_its_own(response: httpx.Response) -> bool:
 def is_without_route(response: httpx.Response) -> bool:
     """Whether Ray Serve is there, and has no route yet to what is to answer: it starts, or starts again."""
     is_missing = response.status_code == httpx.codes.NOT_FOUND
-    return is_missing and _WITHOUT_ROUTE.match(response.content) is not None
+    return is_missing and WITHOUT_ROUTE.match(response.content) is not None
 
 
 def is_mishap(response: httpx.Response) -> bool:

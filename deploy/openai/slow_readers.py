@@ -24,6 +24,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.serve_headers import SESSION_VARIABLE, ServeHeaders
+from deploy.openai.without_route import WithoutRoute
 
 WRITE_TIMEOUT_HEADER = "X-Write-Timeout"
 """Seconds that a client may let a stream wait."""
@@ -42,6 +43,7 @@ def proxy_middlewares() -> list[Middleware]:
 
     bounded_http.install()
     return [
+        Middleware(WithoutRoute),
         Middleware(SlowReaders),
         Middleware(ServeHeaders, session_header=os.environ.get(SESSION_VARIABLE)),
     ]

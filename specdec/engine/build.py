@@ -138,9 +138,11 @@ def _draft_model_bytes(config: SpeculativeConfig) -> int:
     if config.method != "draft_model" or config.model is None or config.draft_tensor_parallel_size > 1:
         return 0  # heads are loaded before the memory is looked at
     from specdec.model.checkpoint import open_checkpoint
+    from specdec.model.devices import resolve_device
 
     weights = open_checkpoint(config.model).weight_bytes  # an upper bound, when they are to be quantized
-    is_packed = config.compile.mode != "off" and config.quantization is None
+    is_on_cpu = resolve_device(config.device).type == "cpu"  # elsewhere nothing is packed
+    is_packed = is_on_cpu and config.compile.mode != "off" and config.quantization is None
     packed = min(weights, config.compile.max_frozen_bytes) if is_packed else 0
     return weights + packed + (config.cache.memory_bytes or 0)
 

@@ -346,7 +346,7 @@ class Engine:
             self.abort(request.request_id)
         self._num_arrived += 1
         num_tokens = len(request.prompt_token_ids) + self._rates.expected_tokens(request)
-        turn = self._roster.turns.take(request.owner, num_tokens)
+        turn = self._roster.turns.take(request.owner, num_tokens, request.priority)
         if request.delivered_token_ids:
             turn = _BEGUN_TURN
         live = LiveRequest(
@@ -507,7 +507,7 @@ class Engine:
         Returns what it will experience; None where nobody is refused for that.
         """
         has_begun = bool(request.delivered_token_ids)
-        turn = _BEGUN_TURN if has_begun else self._roster.turns.next_turn(request.owner)
+        turn = _BEGUN_TURN if has_begun else self._roster.turns.next_turn(request.owner, request.priority)
         key = ServiceKey(request.priority, turn, self._num_arrived + 1)
         num_others = len(self._roster) + len(self._preparation) - (replacing is not None)
         num_waiting = num_others + 1 - self._parts.scheduler.max_num_seqs
@@ -595,13 +595,16 @@ class Engine:
         if live is not None:
             if live.stats.first_scheduled_s is None:
                 self._give_turn_back(live)
+            else:
+                self._roster.settle_turn(live)
             self._rounds.release(request_id)
             self._rounds.read_texts()
             self._count_finish(live.end(finish, self._clock.now_s()))
 
     def _give_turn_back(self, live: LiveRequest) -> None:
         """Let the owner of a request that never ran go on as if it had not come."""
-        self._roster.turns.give_back(live.request.owner, live.num_expected_tokens)
+        request = live.request
+        self._roster.turns.give_back(request.owner, live.num_expected_tokens, request.priority)
 
     def _end_overdue(self) -> None:
         for live in self._deadlines.take_due(self._clock.now_s()):

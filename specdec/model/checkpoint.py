@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from specdec.core.errors import CheckpointError
+from specdec.core.errors import CheckpointError, DrafthouseError
 
 CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
@@ -262,5 +262,7 @@ def foreign_files(problem: str) -> Iterator[None]:
     """Turn whatever transformers stumbles over in a model folder into an error that says so."""
     try:
         yield
+    except DrafthouseError:
+        raise  # it says so already
     except Exception as error:  # its checks of foreign files raise errors of many libraries
         raise CheckpointError(f"{problem}: {type(error).__name__}: {error}") from error

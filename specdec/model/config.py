@@ -42,7 +42,8 @@ class CompileConfig(StrictConfig):
     """On a GPU: steps of up to so many rows (tokens) run as recorded CUDA graphs; 0: none do."""
     max_frozen_bytes: int = Field(default=4 << 30, ge=0)
     """Most bytes that the packed copy of the weights, which the compiled forward reads, may take beside the
-    model itself; what does not fit is read in place, which is slower."""
+    model itself; what does not fit is read in place, which is slower. Matrices that are stored the other way
+    round (GPT-2's) have to fit, or the model is not compiled."""
 
 
 class ModelConfig(StrictConfig):
@@ -73,9 +74,9 @@ class ModelConfig(StrictConfig):
     """auto: our Triton kernels on a GPU (plain tensor operations, and a warning, where the package triton is
     missing); on a CPU C++ in the compiled forward, plain tensor operations in eager ones. triton: an error at
     start where they cannot be used; cpu: C++ in eager forwards, too, in float32 or bfloat16, or an error at
-    start; sdpa: plain tensor operations; flashinfer: the library FlashInfer (extra `flashinfer`) on a GPU in
-    bfloat16 or float16, heads of 64, 128 or 256, without CUDA graphs, or an error at start. No GPU has run it
-    with this engine yet."""
+    start; sdpa: plain tensor operations where nothing is compiled; flashinfer: the library FlashInfer (extra
+    `flashinfer`) on a GPU in bfloat16 or float16, heads of 64, 128 or 256, without CUDA graphs, or an error
+    at start. No GPU has run it with this engine yet."""
     quantization: QuantizationName | None = None
     """Quantize the weights of linear layers while they are read, with torchao (the extra `quantization`).
     int8: one scale per output; int4-G: one for every G inputs of an output, and 8 bits for the layer that

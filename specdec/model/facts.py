@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 _AUTO_CONFIG: Any = AutoConfig
 _AUTO_MODEL: Any = AutoModelForCausalLM
 
+_OUTPUTS_OF_TRAINING = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""What models return beside logits, at a cost, where their configuration was saved with it."""
 _SHORTEST_CONTEXT = 2
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -84,6 +86,10 @@ def load_config(folder: ModelFolder, *, trust_remote_code: bool) -> PretrainedCo
         loaded: PretrainedConfig = _AUTO_CONFIG.from_pretrained(
             folder.path, local_files_only=True, trust_remote_code=trust_remote_code
         )
+        for config in (loaded, getattr(loaded, "text_config", None)):
+            for name in _OUTPUTS_OF_TRAINING:
+                if getattr(config, name, False):
+                    setattr(config, name, False)
     return loaded
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from specdec.core.idle_work import IdleWork
 from specdec.model.acceleration import accelerate, attention_of, later_bytes
 from specdec.model.config import ModelConfig
+from specdec.model.graphs import packed_weight_bytes
 from specdec.model.loader import LoadedModel, load_model
 from specdec.model.parallel.group import RankGroup
 from specdec.model.rank_graphs import compile_over_ranks
@@ -69,6 +70,7 @@ def load_draft_model(
         config.cache,
         max_num_seqs=target.max_num_seqs,
         max_held_tokens=reach.max_held_tokens,
+        reserved_bytes=packed_weight_bytes(loaded, config.compile),
         backend=attention_of(loaded, config.attention_backend, config.compile),
     )
     reach.warn_of_pool(runner.num_blocks)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from specdec.model.rotary import RotaryRule
 
 
-_KV_VARIANT_BITS = 16
-"""More than there are variants of K/V by the length of a text."""
+_KV_VARIANT_BITS = 40
+"""More than any text's length has: variants of K/V are by that."""
 
 
 class DraftSequence:

@@ -38,6 +38,24 @@ class HeadRows(Protocol):
         """See `proposers.base.ReadsStates`."""
         ...
 
+    def num_unread(self, view: SequenceView) -> int:
+        """See `proposers.base.ReadsAlong`."""
+        ...
+
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        """See `proposers.base.HasRoom`."""
+        ...
+
+    @property
+    def memory_held(self) -> float:
+        """See `proposers.base.HasRoom`."""
+        ...
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """See `proposers.base.HasRoom`."""
+        ...
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """Forget these sequences. Unknown ids are ignored."""
         ...
@@ -65,6 +83,20 @@ class StateRows:
                 rows.read_from(one.committed_len - 2)
                 newest[one.request_id] = rows.since(one.committed_len - 2)[-1:].to(self._device, self._dtype)
         return newest
+
+    def num_unread(self, view: SequenceView) -> int:
+        return 0
+
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        return True
+
+    @property
+    def memory_held(self) -> float:
+        return 0.0
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        return ()
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         self._source.release(tuple(request_ids))
@@ -135,6 +167,20 @@ class PrefixRows:
             self._read(pieces)
             chunks = self._sequences.behind(chunks)
         return self._read(chunks)
+
+    def num_unread(self, view: SequenceView) -> int:
+        return self._sequences.num_unread(view)
+
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        return self._sequences.has_room(owner, num_tokens)
+
+    @property
+    def memory_held(self) -> float:
+        return self._sequences.memory_held
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        return self._sequences.crowded_out
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
         ids = tuple(request_ids)

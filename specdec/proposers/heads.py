@@ -175,6 +175,24 @@ class HeadProposer:
         """See `proposers.base.ReadsStates`."""
         return self._rows.missing
 
+    def num_unread(self, view: SequenceView) -> int:
+        """See `proposers.base.ReadsAlong`."""
+        return self._rows.num_unread(view)
+
+    def has_room(self, owner: str, num_tokens: int) -> bool:
+        """See `proposers.base.HasRoom`."""
+        return self._rows.has_room(owner, num_tokens)
+
+    @property
+    def memory_held(self) -> float:
+        """See `proposers.base.HasRoom`."""
+        return self._rows.memory_held
+
+    @property
+    def crowded_out(self) -> Sequence[RequestId]:
+        """See `proposers.base.HasRoom`."""
+        return self._rows.crowded_out
+
     def release(self, request_ids: Iterable[RequestId]) -> None:
         """See `Proposer.release`."""
         ids = tuple(request_ids)

@@ -116,7 +116,7 @@ class _Planner:
         wanted = bounded_choice(controller, decoding, elsewhere)
         if controller.minds_targets and self._reads_pressed(unread):
             wanted = [0] * len(decoding)
-        self._give_draft_rows(decoding, wanted, [*unread, queue.head])
+        self._give_draft_rows(decoding, wanted, [*unread, *self._coming_next(queue)])
         for request in sorted(unread, key=lambda one: one.service_key):
             self._give_chunk(request, self._num_cached.get(request.request_id, request.num_computed))
         if not self._preempted:
@@ -133,6 +133,14 @@ class _Planner:
     def _reads_pressed(self, unread: Sequence[Schedulable]) -> bool:
         """Whether the first token of one of these would come later by drafting."""
         return any(request.request_id in self._limits.pressed for request in unread)
+
+    def _coming_next(self, queue: _Queue) -> Sequence[Schedulable]:
+        """Return the head of the queue, if there is room for it: rows are kept for nobody else."""
+        request = queue.head
+        if request is None or self._preempted or not self._has_place():
+            return ()
+        cached = self._cached_prefix(request)
+        return () if cached is None or not self._has_blocks(request, cached) else (request,)
 
     def _give_rows(self, decoding: list[Schedulable]) -> list[Schedulable]:
         """Give each decoding sequence its one row; return those that were not preempted."""
@@ -229,16 +237,15 @@ class _Planner:
         return num_planned + self._sharing.num_freed(all_victims) - self._num_freed_blocks
 
     def _give_draft_rows(
-        self, decoding: list[Schedulable], wanted: list[int], unread: list[Schedulable | None]
+        self, decoding: list[Schedulable], wanted: list[int], unread: list[Schedulable]
     ) -> None:
         if not any(wanted):
             return
         num_unread = num_awaited = 0
         for request in unread:
-            if request is not None:
-                num_rows = request.committed_len - request.num_computed
-                num_unread += num_rows
-                num_awaited += num_rows if request.ttft_s is not None else 0
+            num_rows = request.committed_len - request.num_computed
+            num_unread += num_rows
+            num_awaited += num_rows if request.ttft_s is not None else 0
         num_kept = min(num_unread, self._limits.max_num_batched_tokens // _PREFILL_SHARE)
         num_kept = max(num_kept, num_awaited)
         fair_share = max(0, self._num_free_rows - num_kept) // len(decoding)
@@ -290,11 +297,18 @@ class _Planner:
             queue.advance()
 
     def _try_admit(self, request: Schedulable, cached: CachedPrefix) -> bool:
-        num_blocks = self._num_blocks_for(request.committed_len) - cached.num_held_blocks
-        if num_blocks + self._num_spare_blocks(self._num_running) > self._num_free_blocks:
+        if not self._has_blocks(request, cached):
             return False
-        self._admit(request, cached, num_blocks)
+        self._admit(request, cached, self._num_new_blocks(request, cached))
         return True
+
+    def _has_blocks(self, request: Schedulable, cached: CachedPrefix) -> bool:
+        """Whether a waiting request's blocks are there, with some to spare for those that run."""
+        num_blocks = self._num_new_blocks(request, cached) + self._num_spare_blocks(self._num_running)
+        return num_blocks <= self._num_free_blocks
+
+    def _num_new_blocks(self, request: Schedulable, cached: CachedPrefix) -> int:
+        return self._num_blocks_for(request.committed_len) - cached.num_held_blocks
 
     def _admit(self, request: Schedulable, cached: CachedPrefix, num_blocks: int) -> None:
         self._num_free_blocks -= num_blocks

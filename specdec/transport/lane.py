@@ -74,7 +74,10 @@ class Lane:
         """Connect to the peer that made an offer; None when that cannot be, or it is not who it should be."""
         if not offer.name.startswith(_PREFIX):  # nobody shall make us speak to other services
             return None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:  # there are no more to be had: the ZeroMQ link serves
+            return None
         connection.setblocking(False)
         try:
             connection.connect(_abstract(offer.name))

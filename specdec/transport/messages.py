@@ -200,6 +200,8 @@ class Release(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """The draft worker may forget these sequences, up to and including these epochs."""
 
     sequences: tuple[tuple[RequestId, int], ...]
+    have_ended: bool = False
+    """Nothing more will come of them, here or elsewhere."""
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=30):

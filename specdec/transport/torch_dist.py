@@ -308,7 +308,7 @@ class TorchDistChannel:
             logger.warning("the link to %s is given up: %s", sender, str(error))
             self._drop("lane_broken")
             raise
-        self._deliver_opened(sender, lambda: head.unpack(flat), announced.numel())
+        self._deliver_opened(sender, lambda: head.unpack(flat), announced.numel() + flat.nbytes)
 
     def _deliver_opened(
         self,

@@ -367,7 +367,7 @@ class ZmqChannel:
     def _await_events(self, until_s: float) -> bool:
         """Wait for anything to happen, and see to it; return whether another thread woke us."""
         wait_s = None if until_s == math.inf else max(0.0, until_s - time.monotonic())
-        if self._has_more:
+        if self._has_more or self._is_due:  # what was sent last may have taken the notice of what came
             wait_s = 0.0
         woken = self._note_events(wait_s)
         if woken:

@@ -232,6 +232,29 @@ def test_a_new_worker_gets_what_is_served_even_if_that_fails_at_first(world: Wor
     assert successor.version == 4
 
 
+def test_a_new_worker_gets_what_is_served_while_learning_pauses(world: World) -> None:
+    """Its forward is compiled by then, and the trainer cannot be started."""
+    world.exchange()
+    world.trainers[0].answer = report(3)
+    world.exchange()
+    assert world.worker.version == 3
+    world.trainers[0].answer = RayActorError()
+    world.start = refuse
+    world.exchange(2)
+    world.worker = FakeWorker()
+    world.worker.can_take = False
+    world.learning.begin(world.worker)
+    world.exchange(2)
+    assert world.worker.num_sent == 0
+    world.worker.can_take = True
+    world.exchange()
+    assert world.worker.version == 3
+
+
+def refuse(served: PackedVersion | None) -> FakeTrainer:
+    raise RuntimeError("no place for a trainer")
+
+
 def test_weights_are_sent_once_when_they_can_be_taken(world: World) -> None:
     world.worker.can_take = False
     world.exchange()

@@ -12,6 +12,7 @@ from ray.exceptions import OutOfMemoryError
 from cluster import engine_loop
 from cluster.desk import RequestDesk
 from cluster.engine_loop import EngineLoop
+from cluster.series import is_counter
 from specdec.core.clock import MonotonicClock
 from specdec.core.error_codes import COORDINATOR_CRASHED, COORDINATOR_FAILED
 from specdec.core.errors import TransportError
@@ -188,11 +189,16 @@ def test_a_loss_shows_while_the_next_target_is_loaded() -> None:
         assert {name: lost.get(name) for name in gauges} == dict.fromkeys(gauges, 0)
         source.is_loaded.set()
         door.await_finished(3)
+        assert desk.metrics()["target_recovery_seconds"] >= lost["target_recovery_seconds"] > 0.0
+        assert desk.metrics()["target_losses"] == 1
         deadline_s = time.monotonic() + 20
-        while desk.metrics()["target_recovery_seconds"] == 0:
+        while desk.metrics()["generation_tokens"] < 83:  # those of the engine before, too
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        assert desk.metrics()["target_losses"] == 1
+        assert lost["generation_tokens"] > 0
+        counters = [name for name in lost if is_counter(name)]
+        assert len(counters) > 20
+        assert all(desk.metrics()[name] >= lost[name] for name in counters)
     finally:
         source.is_loaded.set()
         loop.stop()

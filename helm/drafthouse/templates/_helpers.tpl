@@ -299,7 +299,7 @@ HOME: is where compileCache is mounted, in a root that is read-only
 RAY_ADDRESS: is KubeRay's, and how pods are drained
 RAY_AUTH_MODE: follows from rayAuth.enabled
 RAY_AUTH_TOKEN: comes from rayAuth.existingSecret
-RAY_ENABLE_AUTOSCALER_V2: follows from autoscaling.enabled
+RAY_enable_autoscaler_v2: follows from autoscaling.enabled
 RAY_REDIS_ADDRESS: is gcsFaultTolerance.redisAddress
 RAY_external_storage_namespace: is gcsFaultTolerance.externalStorageNamespace
 REDIS_PASSWORD: comes from gcsFaultTolerance.existingSecret
@@ -453,6 +453,15 @@ missing everywhere. Other volumes may be a node's own.
 {{- fail (printf "extraVolumes: there is a volume %s already, of the chart's or of yours: take another name" .name) -}}
 {{- end -}}
 {{- $volumes = append $volumes .name -}}
+{{- end -}}
+{{- range $pool := list "head" "ingress" "target" "draft" -}}
+{{- range $name, $_ := (index $values $pool).rayStartParams -}}
+{{- if eq $name "labels" -}}
+{{- fail (printf "%s.rayStartParams.labels: KubeRay refuses it where nobody looks; the pools' labels are the chart's" $pool) -}}
+{{- else if or (eq $name "redis-username") (eq $name "redis-password") -}}
+{{- fail (printf "%s.rayStartParams.%s: comes from gcsFaultTolerance" $pool $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- $decided := include "drafthouse.decidedEnv" . | fromYaml -}}
 {{- $environments := dict "extraEnv" $values.extraEnv -}}

@@ -64,7 +64,7 @@ spec:
   {{- if $values.models.download }}
   initContainers:
     {{- range $index, $_ := $values.models.download }}
-    - name: fetch-{{ $index }}-{{ .folder | lower | replace "." "-" | replace "_" "-" | trunc 46 | trimSuffix "-" }}
+    - name: fetch-{{ $index }}-{{ .folder | lower | replace "." "-" | replace "_" "-" | trunc 46 | trimAll "-" }}
       image: {{ include "drafthouse.image" $root }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       {{- /* KubeRay empties Redis in a pod like the head's, which has five minutes for all it does. */}}

@@ -126,7 +126,7 @@ class DraftRegistry:
         placement: DraftPlacementConfig,
         max_context: int | None = None,
         first_epoch: int = 0,
-        on_leave: Callable[[RequestId, Registration], None],
+        on_leave: Callable[[RequestId, Registration, bool], None],
     ) -> None:
         """Begin without workers.
 
@@ -136,7 +136,8 @@ class DraftRegistry:
             placement: how sequences are spread.
             max_context: longest prefix (tokens) that any worker continues; None: no limit.
             first_epoch: greater than all that workers have heard of from somebody of this name.
-            on_leave: called when a worker that is still there loses a sequence, for it to be told.
+            on_leave: called when a worker that is still there loses a sequence, for it to be told; with
+                whether nothing more will come of it.
         """
         self._deadlines = deadlines
         self._placement = placement
@@ -190,7 +191,7 @@ class DraftRegistry:
         self._num_deaths.pop(request_id, None)
         for unanswered in self._left_silent.values():
             unanswered.discard(request_id)
-        self._leave(request_id)
+        self._leave(request_id, has_ended=True)
 
     def set_aside(self, request_id: RequestId) -> None:
         """No worker can be told of a sequence: nobody is asked for it any more."""
@@ -215,7 +216,7 @@ class DraftRegistry:
             if sequence.request_id in self._set_aside or self._is_deadly(sequence.request_id):
                 continue
             if self._max_length is not None and sequence.committed_len >= self._max_length:
-                self._leave(sequence.request_id)
+                self._leave(sequence.request_id, has_ended=True)
                 self.num_too_long += sequence.request_id not in self._too_long
                 self._too_long.add(sequence.request_id)
                 continue
@@ -374,24 +375,24 @@ class DraftRegistry:
             )
             self._leave(request_id)
 
-    def _leave(self, request_id: RequestId) -> None:
+    def _leave(self, request_id: RequestId, *, has_ended: bool = False) -> None:
         """A sequence is nowhere any more: those that wait for memory where it was may try at once.
 
         They may not where it has only been moved: there is another worker with more to spare.
         """
-        registration = self._withdraw(request_id)
+        registration = self._withdraw(request_id, has_ended=has_ended)
         if registration is not None and registration.confirmed_len > 0:
             self.links[registration.worker].memory.freed()
             for resting_until_s in self._outgrown.values():
                 resting_until_s.pop(registration.worker, None)
 
-    def _withdraw(self, request_id: RequestId) -> Registration | None:
+    def _withdraw(self, request_id: RequestId, *, has_ended: bool = False) -> Registration | None:
         """Take a sequence from the worker that has it, which is told; None: no worker has it."""
         registration = self.registrations.pop(request_id, None)
         if registration is None or registration.worker not in self.links:
             return None
         self.links[registration.worker].num_registered -= 1
-        self._on_leave(request_id, registration)
+        self._on_leave(request_id, registration, has_ended)
         return registration
 
     def _changed(self) -> None:

@@ -48,10 +48,10 @@ from specdec.transport.messages import (
 )
 from specdec.transport.status import DraftLinkStatus
 
-FallbackReason = Literal[Homelessness, "behind", "late", "miss", "forgotten", "invalid"]
+FallbackReason = Literal[Homelessness, "behind", "late", "miss", "forgotten", "nothing", "invalid"]
 """Why a round goes on without drafts for a sequence: no worker has it; it has too much to catch up on; its
 worker has not answered in time, or is not waited for; nothing was drafted for what came true; its worker has
-to begin anew; its answer made no sense."""
+to begin anew; its answer holds no token; it made no sense."""
 
 _LONGEST_S = 1e12
 """No clock shows more seconds."""
@@ -392,11 +392,11 @@ class RemoteProposer:
         """Close the channel. Idempotent."""
         self._channel.close()
 
-    def _tell_to_forget(self, request_id: RequestId, registration: Registration) -> None:
+    def _tell_to_forget(self, request_id: RequestId, registration: Registration, has_ended: bool) -> None:
         self._prepared.pop(request_id, None)
         self._reading.discard(request_id)
         self._ahead.forget(request_id, registration.worker)
-        self._channel.send(registration.worker, Release(((request_id, registration.epoch),)))
+        self._channel.send(registration.worker, Release(((request_id, registration.epoch),), has_ended))
 
     def _follow_membership(self) -> None:
         if self._wanted is None:  # as nearly always: not worth the lock
@@ -636,6 +636,8 @@ class RemoteProposer:
             return
         if expected.prepared is not None:
             self._take_branches(answer, expected, expected.prepared)
+        elif not answer.token_ids:
+            this_round.missed[answer.request_id] = "behind" if answer.num_unread > 0 else "nothing"
         elif self._is_valid(answer.token_ids, expected.budget):
             this_round.proposals[answer.request_id] = Proposal(
                 request_id=answer.request_id,
@@ -659,7 +661,7 @@ class RemoteProposer:
         prepared.is_answered = True
         prepared.noise_stream = answer.noise_stream
         for branch in answer.branches[: expected.most_branches]:
-            if self._is_valid(branch.token_ids, expected.budget):
+            if branch.token_ids and self._is_valid(branch.token_ids, expected.budget):
                 prepared.branches[branch.committed_len, branch.prefix_hash] = branch
 
     def _is_valid(self, token_ids: Sequence[int], budget: int) -> bool:

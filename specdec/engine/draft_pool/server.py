@@ -134,8 +134,15 @@ class _Wish(NamedTuple):
         )
 
 
-_Said: TypeAlias = ProposeEntry | tuple[RequestId, int]
-"""What a message says of one sequence: a wish, or up to which epoch it is released."""
+class _Released(NamedTuple):
+    request_id: RequestId
+    epoch: int
+    """The last of those that are released."""
+    has_ended: bool
+
+
+_Said: TypeAlias = ProposeEntry | _Released
+"""What a message says of one sequence."""
 
 
 class _Unread(NamedTuple):
@@ -362,7 +369,7 @@ class DraftServer:
         if isinstance(message, ProposeRequest):
             said, round_id = message.entries, message.round_id
         elif isinstance(message, Release):
-            said = message.sequences
+            said = [_Released(name, epoch, message.have_ended) for name, epoch in message.sequences]
         else:
             self.counters["unexpected_messages"] += 1
             return
@@ -386,7 +393,7 @@ class DraftServer:
                 if answer is not None:
                     unanswered.append(answer)
             else:
-                self._release(client, *said)
+                self._release(client, said)
         if unanswered:
             self._send(coordinator, client.round_id, unanswered)
 
@@ -669,10 +676,10 @@ class DraftServer:
         self.counters.update(new)
         return dict(new)
 
-    def _release(self, client: _Client, request_id: RequestId, epoch: int) -> None:
-        mirror = client.mirrors.get(request_id)
-        if mirror is not None and mirror.epoch <= epoch:
-            self._forget(client, request_id, is_last=True)
+    def _release(self, client: _Client, released: _Released) -> None:
+        mirror = client.mirrors.get(released.request_id)
+        if mirror is not None and mirror.epoch <= released.epoch:
+            self._forget(client, released.request_id, is_last=released.has_ended)
 
     def _forget(self, client: _Client, request_id: RequestId, *, is_last: bool = False) -> None:
         """Forget a sequence. Unless `is_last` it may come back, longer, or its tokens may not be what was

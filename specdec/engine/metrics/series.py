@@ -202,8 +202,8 @@ _OF_DRAFT_POOL: Mapping[str, Series] = {
         "counter",
         "The same, by reason: there is no worker (none), none has a place or memory for it, it is too_long "
         "for all of them, it has too much to catch up on (behind), its worker was late, nothing was drafted "
-        "for what came true (miss), its worker has to begin anew (forgotten) or answered nonsense (invalid), "
-        "several workers have died of it (deadly).",
+        "for what came true (miss), its worker has to begin anew (forgotten), answered with no token "
+        "(nothing) or nonsense (invalid), several workers have died of it (deadly).",
         labels=("reason",),
     ),
     "speculation_cache_hits": Series("counter", "Verdicts that a continuation had been drafted for."),

@@ -182,6 +182,10 @@ class LeadingProposer:
         self._leader.tell(RunAhead(entries))
         return self._proposer.propose_ahead(wishes)
 
+    def num_unread(self, view: SequenceView) -> int:
+        """As rank 0's part has it: all read the same."""
+        return self._proposer.num_unread(view)
+
     def has_room(self, owner: str, num_tokens: int) -> bool:
         """As rank 0's part has it: the others have as many blocks."""
         return self._proposer.has_room(owner, num_tokens)
@@ -197,11 +201,12 @@ class LeadingProposer:
         return self._proposer.crowded_out
 
     def release(self, request_ids: Iterable[RequestId]) -> None:
-        """Forget these sequences in all ranks."""
+        """Forget these sequences in all ranks, and here where one is gone: who asks for drafts is told."""
         known = tuple(one for one in request_ids if self._seen.pop(one, None) is not None)
         if known:
-            self._leader.tell(ReleaseDrafts(known))
             self._proposer.release(known)
+            with suppress(TransportError):
+                self._leader.tell(ReleaseDrafts(known))
 
     def close(self) -> None:
         """Forget everything and let the other ranks end. Idempotent."""

@@ -137,11 +137,17 @@ class Roster:
             live.table.grow(live.committed_len)
             if live.stats.first_scheduled_s is None:
                 live.stats.first_scheduled_s = now_s
-                self.turns.note_start(live.service_key.turn)
+                self.turns.note_start(live.service_key.turn, live.service_key.priority)
         for request_id, num_tokens in plan.num_tokens.items():
             live = self.running[request_id]
             live.table.grow(live.num_computed + num_tokens)
         return applied
+
+    def settle_turn(self, live: LiveRequest) -> None:
+        """Let the owner of a request that has run, and ends, pay for the tokens that it was alone."""
+        request = live.request
+        num_tokens = live.num_prompt_tokens + live.sequence.num_generated - len(request.delivered_token_ids)
+        self.turns.settle(request.owner, num_tokens - live.num_expected_tokens, request.priority)
 
     def note_computed(self, live: LiveRequest) -> None:
         """Take note that a request has advanced: its full blocks may be found from now on."""
@@ -278,7 +284,8 @@ class Roster:
         for live in admitted:
             num_recomputed += max(0, live.num_given_up - live.num_computed)
             live.num_given_up = 0
-            if self._cache is not None and live.stats.first_scheduled_s is None:
+            is_looked_up = self._cache is not None and not live.scores_prompt
+            if is_looked_up and live.stats.first_scheduled_s is None:
                 num_queried += live.committed_len
                 num_hit += live.num_computed
                 live.stats.num_cached_prompt_tokens = min(live.num_computed, live.num_prompt_tokens)

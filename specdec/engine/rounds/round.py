@@ -467,6 +467,7 @@ class RoundLoop:
 
     def _retire(self, live: LiveRequest, output: RequestOutput) -> RequestOutput:
         self._roster.remove(live.request_id)
+        self._roster.settle_turn(live)
         self.release(live.request_id)
         assert output.finish_reason is not None
         self._metrics.finished[output.finish_reason] += 1

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from specdec.core.errors import CheckpointError
 from specdec.model.checkpoint import Checkpoint
 from specdec.model.parallel.cuts import Cut, VocabShard
 from specdec.model.parallel.grid import RankGrid
@@ -121,11 +122,22 @@ def _stored_tensors(
     """Return the tensors of the checkpoint by their stored names, cut as the parameters that they go into.
 
     Those of the whole model that this part of it does not have are left out.
+
+    Raises:
+        CheckpointError: one of them has another shape than the whole model needs.
     """
     names = model.state_dict().keys()
     found: dict[str, StoredTensor] = {}
     for stored in named_tensors(model, whole, files):
         target = stored.parameter
+        if target in whole and stored.converter is None:
+            # Of a part nobody would see that the rest of it is not what config.json describes.
+            shape = tuple(stored.handle.get_slice(stored.name).get_shape())
+            if shape != whole[target]:
+                raise CheckpointError(
+                    f"{files[0].parent}: the weights do not fit config.json: tensor {stored.name} has shape "
+                    f"{shape}, the model needs {whole[target]}"
+                )
         if target in whole and target not in names:
             continue
         cut = cuts.get(target)

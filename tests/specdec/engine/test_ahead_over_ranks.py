@@ -16,7 +16,7 @@ from specdec.engine.ranks.follower import follow_drafter
 from specdec.engine.ranks.leader import LeadingProposer
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.model.parallel.group import RankGroup
-from specdec.proposers.base import AheadWish, LooksAhead
+from specdec.proposers.base import AheadWish, LooksAhead, ReadsAlong
 from specdec.proposers.config import SpeculativeConfig
 from tests.architectures import VOCAB_SIZE, save_model
 from tests.rank_pool import Pools
@@ -57,6 +57,7 @@ def look_ahead(group: RankGroup, folder: Path) -> tuple[int, int, int]:
     else:
         proposer = LeadingProposer(part, group)
         assert isinstance(proposer, LooksAhead)
+        assert isinstance(proposer, ReadsAlong), "who waits for it has to know how much it has yet to read"
         run_rounds(proposer)
         proposer.close()
     part.check_integrity()

@@ -371,6 +371,17 @@ class TestOverload:
         ended = [output.request_id for output in outputs_of(engine) if output.finish_reason]
         assert ended.index("single") == 1, ended
 
+    def test_an_owners_backlog_says_nothing_of_its_urgent_requests(self) -> None:
+        engine = toy_engine(max_num_seqs=1)
+        engine.add_request(request("running", owner="b"))
+        for index in range(6):
+            engine.add_request(request(f"bulk{index}", owner="a", priority=10))
+        for index in range(4):
+            engine.add_request(request(f"next{index}", owner="b"))
+        engine.add_request(request("urgent", owner="a"))
+        ended = [output.request_id for output in outputs_of(engine) if output.finish_reason]
+        assert ended[:2] == ["running", "urgent"]
+
     @pytest.mark.parametrize("kind", ["complete", "grammar"])
     def test_an_owner_does_not_pay_for_what_never_ran(self, kind: str) -> None:
         """Replays that are complete already, and grammars that cannot be compiled."""

@@ -313,6 +313,14 @@ def test_what_transformers_would_generate_with_is_no_reason(folder: Path, said: 
     assert load(folder).eos_token_ids == (0, 7)
 
 
+def test_models_saved_with_what_training_looks_at_are_served_without_it(tmp_path: Path) -> None:
+    """Mixtures would add up their routers' loss in each step, and hand the wish for it on to attention."""
+    save_model(tmp_path, "mixtral")
+    edit_config(tmp_path, output_router_logits=True, output_hidden_states=True)
+    config = load(tmp_path).model.config
+    assert (config.output_router_logits, config.output_hidden_states) == (False, False)
+
+
 def test_ends_of_text_that_the_vocabulary_does_not_have_are_left_aside(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from specdec.core.proposal import Proposal
 from specdec.core.sampling_params import SamplingParams
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import HasRoom, Proposer, ReadsAlong
 from specdec.proposers.draft_sampling import DraftSampling
 from specdec.proposers.heads import HeadProposer
 from specdec.tree.dynamic import DynamicTree
@@ -63,6 +63,22 @@ class TestStaticTrees(ProposerContract):
 class TestDynamicTrees(ProposerContract):
     def make_proposer(self) -> Proposer:
         return make("hydra++", ProposerSetup(shape=DYNAMIC))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra++"])
+def test_heads_say_what_they_have_read_and_what_room_they_have(kind: str) -> None:
+    """Draft workers ask: heads with layers have K/V to read texts into."""
+    proposer = make(kind)
+    assert isinstance(proposer, ReadsAlong)
+    assert isinstance(proposer, HasRoom)
+    has_layers = kind == "hydra++"
+    one = view("r", range(1, 13))
+    assert (proposer.num_unread(one) > 0) == has_layers
+    ask(proposer, one, 2)
+    assert proposer.num_unread(one) == 0
+    assert (proposer.memory_held > 0.0) == has_layers
+    assert list(proposer.crowded_out) == []
+    assert proposer.has_room("r", 1_000_000) == (not has_layers)
 
 
 def ask(proposer: HeadProposer, one: FrozenView, budget: int) -> Proposal:

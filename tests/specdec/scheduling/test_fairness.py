@@ -54,6 +54,35 @@ def test_busy_owners_get_equal_shares_whatever_the_sizes_of_their_requests() -> 
     assert max(served.values()) - min(served.values()) <= 0.1 * 30_000
 
 
+def test_what_waits_at_another_priority_says_nothing() -> None:
+    turns = FairTurns()
+    for _ in range(100):
+        turns.take("bulk", 500, priority=10)
+    for _ in range(3):
+        turns.note_start(turns.take("busy", 40))
+    assert turns.next_turn("bulk") <= turns.next_turn("busy")
+    assert turns.next_turn("bulk", priority=10) == 50_000
+
+
+def test_owners_pay_for_what_their_requests_were_and_not_for_what_was_expected() -> None:
+    """One generates four thousand tokens a time where five hundred are expected of all; another forty."""
+    served = {"long": 0, "short": 0}
+    sizes = {"long": (500, 4000), "short": (40, 40)}
+    turns = FairTurns()
+    queue = [(turns.take(owner, sizes[owner][0]), index, owner) for index, owner in enumerate(served)]
+    index = len(queue)
+    while sum(served.values()) < 400_000:
+        turn, _, owner = min(queue)
+        queue.remove(min(queue))
+        turns.note_start(turn)
+        expected, number = sizes[owner]
+        served[owner] += number
+        turns.settle(owner, number - expected)
+        queue.append((turns.take(owner, expected), index, owner))
+        index += 1
+    assert abs(served["long"] - served["short"]) <= 0.05 * 400_000
+
+
 def test_an_idle_engine_forgets_its_owners() -> None:
     turns = FairTurns()
     turns.note_start(turns.take("a", 1000))

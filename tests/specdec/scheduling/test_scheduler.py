@@ -110,6 +110,23 @@ def test_prompts_whose_first_token_is_wanted_soon_go_before_drafts(
     assert plan.num_tokens[RequestId("long")] == num_prompt_rows
 
 
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(40, 3), (14, 4)], ids=["no place", "no blocks"])
+def test_rows_are_kept_for_no_prompt_that_cannot_come(num_blocks: int, max_num_seqs: int) -> None:
+    """Or a full server drafts nothing as long as anybody waits."""
+    simulation = simulation_of(
+        *[decoding(name, 4, arrival=index, blocks=2) for index, name in enumerate("abc")],
+        controller=FixedController(4),
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+    )
+    prompt = fake_request("long", 40, arrival=9)
+    prompt.ttft_s = 0.2
+    simulation.waiting.push(prompt)
+    plan = simulation.plan()
+    assert plan.num_draft_tokens == dict.fromkeys("abc", 4)
+    assert plan.admitted == ()
+
+
 class Minding(FixedController):
     """Drafts are bounded by latency targets."""
 

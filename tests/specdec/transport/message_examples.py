@@ -90,6 +90,7 @@ EXAMPLES: list[m.Message] = [
     ),
     m.ProposeReply(6, (m.ProposeAnswer(ID, 1, 9, BIG, (), is_full=True, lacks_memory=True),)),
     m.Release(((ID, 3),)),
+    m.Release(((ID, 3),), have_ended=True),
     m.SubmitRequest(Request(request_id=ID, prompt_token_ids=(1, 2, 3), params=PARAMS, seed=BIG), 1),
     m.Admitted(ID, Epoch(1), False, True, (1, 3), 2),
     m.Refused(ID, Epoch(1), "capacity", "full", None, 2.5),

@@ -39,7 +39,7 @@ class Bench:
         for worker in workers:
             self.registry.add(worker)
 
-    def _on_leave(self, request_id: RequestId, registration: Registration) -> None:
+    def _on_leave(self, request_id: RequestId, registration: Registration, has_ended: bool) -> None:
         self.left.append((request_id, registration.worker))
 
 

@@ -93,6 +93,16 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
     assert proposer.counters["stale_drafts_dropped"] == 1
 
 
+@pytest.mark.parametrize(("num_unread", "reason"), [(0, "nothing"), (9, "behind")])
+def test_an_answer_without_tokens_is_no_proposal(num_unread: int, reason: str) -> None:
+    """Who falls back on a lookup asks for those that have none."""
+    _, _, proposer = scripted({"token_ids": (), "num_unread": num_unread})
+    one = sequence("a")
+    assert proposer.propose([one], budgets(one)) == {}
+    assert reasons(proposer) == {reason: 1}
+    assert proposer.counters["fallback_requests"] == 1
+
+
 def test_a_worker_that_forgot_is_told_everything() -> None:
     _, worker, proposer = scripted({})
     one = sequence("a")

@@ -58,8 +58,8 @@ class Tapped(Bench):
         self.channels[0].send(PeerId("draft"), ProposeRequest(1, (entry,)))
         self.serve()
 
-    def end(self, name: str) -> Sequence[LearnableText]:
-        self.channels[0].send(PeerId("draft"), Release(((RequestId(name), 1),)))
+    def end(self, name: str, *, has_ended: bool = True) -> Sequence[LearnableText]:
+        self.channels[0].send(PeerId("draft"), Release(((RequestId(name), 1),), has_ended))
         self.serve()
         return self.tap.take()
 
@@ -71,6 +71,15 @@ def test_a_text_is_heard_when_its_sequence_ends() -> None:
     assert bench.tap.take() == ()
     (text,) = bench.end("a")
     assert (text.owner, text.token_ids, text.num_prompt_tokens, text.seed) == (ALICE, (1, 2, 3, 4, 5), 2, 7)
+
+
+def test_a_text_is_not_heard_where_its_sequence_only_moves() -> None:
+    bench = Tapped(OnlineConfig(allow_shared=True))
+    bench.ask("a", (1, 2, 3, 4))
+    assert bench.end("a", has_ended=False) == ()
+    bench.ask("a", (1, 2, 3, 4, 5))
+    (text,) = bench.end("a")
+    assert text.token_ids == (1, 2, 3, 4, 5)
 
 
 @pytest.mark.parametrize("owner", [BOB, None], ids=["another key", "no key"])

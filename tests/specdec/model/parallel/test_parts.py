@@ -106,6 +106,24 @@ def test_codes_are_not_taken_for_weights(rank_pool: Pools, tmp_path: Path) -> No
         assert f"tensor {name} is stored as F8_E4M3" in failure.text
 
 
+@pytest.mark.parametrize(
+    ("name", "dim"), [("mlp.up_proj.weight", 0), ("mlp.down_proj.weight", 1), ("input_layernorm.weight", 0)]
+)
+def test_weights_that_config_json_does_not_describe_are_refused(
+    rank_pool: Pools, tmp_path: Path, name: str, dim: int
+) -> None:
+    """A part of a larger tensor has the shape that a part is to have."""
+    save_model(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    stored = f"model.layers.0.{name}"
+    weights[stored] = torch.cat([weights[stored], weights[stored].narrow(dim, 0, 8)], dim)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for failure in rank_pool(2).attempt(logits, tmp_path, 2):
+        assert isinstance(failure, Failure)
+        assert isinstance(failure.error, CheckpointError)
+        assert f"tensor {stored} has shape" in failure.text
+
+
 def test_a_checkpoint_in_several_files(rank_pool: Pools, tmp_path: Path) -> None:
     one, several = tmp_path / "one", tmp_path / "several"
     model = save_model(one, "llama")
