@@ -238,7 +238,7 @@ def test_a_new_worker_gets_what_is_served_while_learning_pauses(world: World) ->
     world.trainers[0].answer = report(3)
     world.exchange()
     assert world.worker.version == 3
-    world.trainers[0].answer = RayActorError()
+    world.trainers[0].answer = RuntimeError("it has died")
     world.start = refuse
     world.exchange(2)
     world.worker = FakeWorker()

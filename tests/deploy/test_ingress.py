@@ -93,7 +93,7 @@ def test_a_door_reads_its_keys_itself_and_follows_them(
         replica = replica_of(config, settings)
         app = await replica.__serve_build_asgi_app__()
         usages = [
-            replica._ring.usage(key, num_choices=1, num_prompt_tokens=1, metrics=DoorMetrics())
+            replica._ring.usage(key, num_choices=1, param="n", num_prompt_tokens=1, metrics=DoorMetrics())
             for _ in range(2)
         ]
         with usages[0], pytest.raises(CapacityError, match=r"2 choices .* 1 by this one of 2 doors"):

@@ -22,6 +22,7 @@ from deploy.openai.slow_readers import (
     proxy_middlewares,
 )
 from deploy.openai.tokenization import HuggingFaceTokenizer
+from deploy.openai.without_route import WithoutRoute
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request
 from tests.architectures import make_tokenizer
@@ -127,7 +128,8 @@ def test_in_serve_s_proxy_the_response_says_how_long(
     header: str | None, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", {})
-    middleware, headers = proxy_middlewares()
+    route, middleware, headers = proxy_middlewares()
+    assert route.cls is WithoutRoute
     assert middleware.cls is SlowReaders
     assert headers.cls is ServeHeaders
 
