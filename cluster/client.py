@@ -105,7 +105,12 @@ class ClusterService:
         self._wanted = _wanted_numbers(cluster)
         self._own: Callable[[], DoorReport] = _nothing
         self._account = DoorAccount(
-            self._channel.address, self._since, self._pump, self._collect, self._report
+            self._channel.address,
+            self._since,
+            self._pump,
+            self._collect,
+            self._report,
+            self._note_taken_over,
         )
         self._asking_for_metrics = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -298,6 +303,10 @@ class ClusterService:
         if "draft_workers" in values:  # groups that draft by themselves know of no pool
             values["draft_workers_wanted"] = float(self._wanted.of("draft"))
         return Collected(values, self._groups.has_heard(present))
+
+    def _note_taken_over(self) -> None:
+        """What another door had told has groups in it that this one may not have heard yet."""
+        self._groups.count_as_told(member.peer_id for member in self._members if member.role == "coordinator")
 
     def _sound(self, reply: MetricsReply) -> Mapping[str, float]:
         values = sound_part(reply.values)

@@ -39,13 +39,17 @@ class DoorAccount:
         pump: ChannelPump,
         collect: Callable[[], Awaitable[Collected]],
         report: Callable[[], DoorReport],
+        note_taken_over: Callable[[], None],
     ) -> None:
-        """`collect` asks the target groups; `report` says what this door has counted."""
+        """`collect` asks the target groups; `report` says what this door has counted. `note_taken_over` is
+        called when the account has gone on from what another door had told.
+        """
         self._me = address.peer_id
         self._shared = SharedMetrics(address.peer_id, since)
         self._pump = pump
         self._collect = collect
         self._report = report
+        self._note_taken_over = note_taken_over
         self._linked: PeerId | None = None
         self._has_heard = asyncio.Event()
         self._reporting: asyncio.Task[None] | None = None
@@ -116,9 +120,13 @@ class DoorAccount:
 
     async def _add_up(self, *, is_regular: bool = True) -> DoorTotals | None:
         collected = await self._collect()
-        return self._shared.add_up(
+        num_before = self._shared.num_taken_over
+        totals = self._shared.add_up(
             self._report(), collected.values, is_complete=collected.is_complete, is_regular=is_regular
         )
+        if self._shared.num_taken_over > num_before:
+            self._note_taken_over()
+        return totals
 
     async def _report_on(self) -> None:
         has_failed = False

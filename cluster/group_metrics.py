@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from cluster.series import CLUSTER_SERIES, counted_from_zero, is_counter, of_each_group
 from specdec.core.series import combine
@@ -31,7 +31,7 @@ class GroupMetrics:
         self._as_one: Mapping[str, float] = {}
         """What those have counted that are kept as one."""
         self._names: deque[PeerId] = deque(maxlen=_MOST_NAMES)
-        """Whose that is."""
+        """Whose that is, and who else is in sums that were told."""
         self._of_gone: Mapping[str, float] | None = None
         """What all have counted that are gone; None: it has to be added up anew."""
 
@@ -40,7 +40,7 @@ class GroupMetrics:
         for group, snapshot in snapshots.items():
             former = self._of_former_engines[group]
             if group not in self._told and group in self._names:
-                # It is in the sum already, nobody knows with how much: what it counts from now on is new.
+                # It is in a sum already, nobody knows with how much: what it counts from now on is new.
                 self._names.remove(group)
                 former.update((series, -value) for series, value in _counters(snapshot).items())
             for series, value in self._told.get(group, {}).items():
@@ -49,6 +49,12 @@ class GroupMetrics:
             self._told[group] = snapshot
             if group in self._gone:
                 self._of_gone = None
+
+    def count_as_told(self, groups: Iterable[PeerId]) -> None:
+        """What groups that have not been heard here have counted is in sums that others had told: of those
+        that are heard after all counts what they count from then on.
+        """
+        self._names.extend(group for group in groups if group not in self._told and group not in self._names)
 
     def has_heard(self, groups: Collection[PeerId]) -> bool:
         """Whether all of these groups have told something at some time."""

@@ -61,6 +61,9 @@ class SharedMetrics:
         self._carried: dict[str, float] = {}
         """Counted by those whom only former keepers have heard, and by those that have been gone for long."""
         self._num_waits = 0
+        self.num_taken_over = 0
+        """How often this door has gone on from what another one had told: of groups, too, that it has not
+        heard itself."""
 
     @property
     def keeper(self) -> PeerId:
@@ -147,6 +150,7 @@ class SharedMetrics:
                 return self._told
             self._num_waits = 0
             if self._told is not None:
+                self.num_taken_over += 1
                 self._carry(self._told.counters, totals.counters)
                 totals = self._sum(of_groups)
         if self._told is not None:

@@ -27,6 +27,17 @@ def test_groups_are_added_up() -> None:
     assert values['target_group_rounds{target_group="b"}'] == 4
 
 
+def test_of_a_group_that_others_have_told_of_counts_what_it_counts_from_then_on() -> None:
+    """A keeper of the account that has never heard it, because it was silent, has its number in the sum."""
+    groups = GroupMetrics()
+    groups.hear({A: told(3)})
+    groups.count_as_told([A, B])
+    groups.hear({B: told(50)})
+    assert groups.values([A, B])["rounds"] == 3
+    groups.hear({A: told(4), B: told(54)})
+    assert groups.values([A, B])["rounds"] == 8
+
+
 def test_a_group_that_does_not_answer_in_time_is_as_it_was() -> None:
     groups = GroupMetrics()
     groups.hear({A: told(3), B: told(4)})

@@ -153,8 +153,12 @@ def test_a_keeper_who_knows_nothing_hears_it_from_another() -> None:
     heir = door("b", 2.0, member("a", 1.0), c)
     heir.set_doors([b, c])
     assert heir.add_up(report(1), OF_GROUPS, is_complete=True) is None
+    assert heir.num_taken_over == 0
     heir.hear(PeerId("c"), DoorReport({REQUESTS: 30.0}, {}, {REQUESTS: 104.0}))
     assert sums(heir, report(1)).counters[REQUESTS] == 104
+    assert heir.num_taken_over == 1
+    assert sums(heir, report(2)).counters[REQUESTS] == 105
+    assert heir.num_taken_over == 1
 
 
 def test_a_new_door_whose_clock_is_behind_takes_the_account_with_what_is_in_it() -> None:
