@@ -371,7 +371,7 @@ def overload_config(plan: Plan, family: Path) -> dict[str, Any]:
         "http": {
             "served_model_name": _MODEL,
             "max_deliveries_per_s": 150,
-            "niceness": 5,
+            "niceness": 10,
             "proxy": plan.proxy,
         },
     }

@@ -467,7 +467,14 @@ class RequestDesk:
         """See `engine_orders.Outcomes`."""
         if isinstance(error, CapacityError):
             kind: RefusalKind = "late" if isinstance(error, LateError) else "capacity"
-            self._refuse(stream.ingress, stream.request, kind, str(error), retry_after_s=error.retry_after_s)
+            self._refuse(
+                stream.ingress,
+                stream.request,
+                kind,
+                str(error),
+                retry_after_s=error.retry_after_s,
+                holds_s=error.holds_s,
+            )
         else:
             self._refuse(stream.ingress, stream.request, "input", str(error), param=error.param)
         self._remove(stream)
@@ -492,8 +499,9 @@ class RequestDesk:
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        holds_s: float = 0.0,
     ) -> None:
-        refusal = Refused(request.request_id, request.epoch, kind, message, param, retry_after_s)
+        refusal = Refused(request.request_id, request.epoch, kind, message, param, retry_after_s, holds_s)
         self._send(ingress, refusal)
 
 

@@ -454,7 +454,11 @@ class StreamBook:
                 stream.give_up_s = self._coordinators.doubtful_until_s
         if refused.kind in ("capacity", "late"):
             kind = LateError if refused.kind == "late" else CapacityError
-            refusal = kind(refused.message, retry_after_s=refused.retry_after_s or _RETRY_AFTER_S)
+            refusal = kind(
+                refused.message,
+                retry_after_s=refused.retry_after_s or _RETRY_AFTER_S,
+                holds_s=refused.holds_s,
+            )
             self._take_full(stream, coordinator.peer_id, refusal, goes_on=is_replay)
         else:
             self._evict(stream)
@@ -465,8 +469,11 @@ class StreamBook:
         """A coordinator has no room for a stream: try another. One that goes on waits as long as it takes."""
         stream.refused_by.add(coordinator)
         stream.refused_until_s = self._clock.now_s() + min(refusal.retry_after_s, _MOST_REFUSED_S)
-        if stream.refusal is None or refusal.retry_after_s < stream.refusal.retry_after_s:
-            stream.refusal = refusal
+        if stream.refusal is not None:  # the first of them that could take it ends all of it
+            holds_s = min(refusal.holds_s, stream.refusal.holds_s)
+            refusal = min(refusal, stream.refusal, key=lambda one: one.retry_after_s)
+            refusal.holds_s = holds_s
+        stream.refusal = refusal
         if goes_on:
             stream.forget_refusals()
             stream.not_before_s = stream.refused_until_s

@@ -19,6 +19,7 @@ from deploy.api_keys import ApiKeysFile, follow_api_keys, take_api_keys
 from deploy.niceness import give_way
 from deploy.openai.app import DoorModel, create_app
 from deploy.openai.certificates import CertificateFiles, FollowedCertificate, expiry_timestamp_s
+from deploy.openai.early_refusals import refuse_early
 from deploy.openai.errors import ApiError
 from deploy.openai.keys import KeyRing
 from deploy.openai.metrics import DoorMetrics
@@ -27,7 +28,7 @@ from deploy.openai.tokenization import HuggingFaceTokenizer
 from deploy.openai.tracing import Tracing
 from deploy.ray_metrics import RaySink
 from specdec.model.config import ModelConfig
-from workers.process import prepare_logging
+from workers.process import prepare_logging, settle_memory
 from workers.start_limit import START_MARGIN_S, StartLimit, ends_unless_started
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ class IngressReplica:
             metrics=self._metrics,
             tracing=self._tracing,
         )
+        settings = first.settings
+        sees_all = settings.access_log or settings.allowed_origins or tracing is not None
+        refuse_early(None if sees_all else self._app.state.refusals)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Join the cluster and return the application; Serve calls it once, in the loop of the requests.
@@ -119,6 +123,7 @@ class IngressReplica:
                 self._tasks.append(asyncio.create_task(follow_api_keys(self._keys_file, self._ring)))
             await asyncio.gather(*(service.start() for service in self._services))
         await asyncio.gather(*(service.wait_for_turn() for service in self._services))
+        settle_memory()
         if self._publishes:
             self._tasks.append(asyncio.create_task(self._publish()))
         if self._certificate is not None:

@@ -34,6 +34,7 @@ from deploy.openai.errors import (
     took_too_long,
 )
 from deploy.openai.keys import ApiKey, KeyRing, Usage
+from deploy.openai.known_refusals import KnownRefusals, demand_of
 from deploy.openai.logprobs import INLINE_LOGPROBS, num_logprobs_of
 from deploy.openai.metrics import CONTENT_TYPE, DoorMetrics, render, told_apart, without_doors
 from deploy.openai.middleware import CLIENT_CLOSED_REQUEST, ApiKeys, BodyLimit, Border
@@ -77,7 +78,7 @@ from deploy.openai.tracing import CURRENT_TRACE, TRACE_ID_HEADER, TraceRequests,
 from deploy.openai.work_beside import WorkBeside
 from deploy.status import STATUS_PATH, ApplicationStatus, Status
 from specdec.core.description import TargetDescription
-from specdec.core.errors import DrafthouseError, NotReadyError, RequestFailed
+from specdec.core.errors import CapacityError, DrafthouseError, NotReadyError, RequestFailed
 from specdec.core.request import Request
 from specdec.engine.service import GenerationService
 from specdec.transport.status import ServiceStatus
@@ -137,7 +138,8 @@ def create_app(
     of bodies, keys) goes by `settings`; further models have to have names in theirs. `metrics` counts what
     happens here; what the service says of metrics of these names is told instead. `tracing`, the caller's as
     well, gets the traces (`settings.tracing` says where they are to go). `app.state.snapshot()` gives the
-    numbers of /metrics, but for those of this door where the service does not have them.
+    numbers of /metrics, but for those of this door where the service does not have them; `app.state.refusals`
+    is what it has refused lately.
     """
     ring = KeyRing(settings.api_keys) if ring is None else ring
     metrics = DoorMetrics() if metrics is None else metrics
@@ -170,6 +172,7 @@ def create_app(
     app.add_api_route(OPENAPI_PATH, door.document, methods=_READING, response_model=None)
     app.add_exception_handler(HTTPException, _http_failure)
     app.state.snapshot = door.snapshot
+    app.state.refusals = door.refusals
     return app
 
 
@@ -185,6 +188,7 @@ class _Door:
         self._start_s = int(time.time())
         self._document = msgspec.json.encode(openapi_document())
         self.metrics = metrics
+        self.refusals = KnownRefusals(metrics, time.monotonic)
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions."""
@@ -354,13 +358,22 @@ class _Door:
             longest_s = model.settings.request_timeout_s
             limit_s = time_limit(body, http.headers.get(TIMEOUT_HEADER), longest_s)
             http.state.has_own_limit = limit_s != longest_s
+            demand = demand_of(
+                http.scope["path"], data, http.headers.get("authorization"), http.headers.get(TIMEOUT_HEADER)
+            )
+            if event_id is None:  # who comes back is not refused
+                self.refusals.check(demand)
             try:
                 async with asyncio.timeout(limit_s):
                     prepared = await prepare(body, description, model.tokenizer, model.settings, identity)
             except TimeoutError:
                 raise took_too_long(limit_s) from None
         prepared = limited(prepared, limit_s, now_s() - arrived_s)
-        return await self._respond(model, prepared, http, event_id, description, arrived_s)
+        try:
+            return await self._respond(model, prepared, http, event_id, description, arrived_s)
+        except CapacityError as refusal:
+            self.refusals.note(demand, refusal)
+            raise
 
     async def _respond(
         self,

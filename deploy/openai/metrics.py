@@ -50,6 +50,7 @@ DOOR_LABELS: Mapping[str, tuple[str, ...]] = {
     "tls_certificate_expiry_timestamp_seconds": ("certificate_file",),
     "api_key_tokens": ("key",),
     "api_key_refusals": ("key", "limit"),
+    "requests_refused_at_door": ("reason",),
 }
 """Names of labels, of those metrics of the door that have any."""
 STREAM_FAILURES = (
@@ -65,6 +66,8 @@ STREAM_FAILURES = (
     "unavailable",
 )
 """Codes by which failed streams are told apart; all others are `other`."""
+REFUSALS_AT_DOOR = ("full", "late")
+"""As `requests_refused` calls them."""
 GENERATING_ROUTES = ("/v1/completions", "/v1/chat/completions")
 _OUT_OF_TIME, _BEGUN = "504", "200"
 """Statuses of requests whose time is up: before their answer has begun, and behind that."""
@@ -125,6 +128,13 @@ class DoorMetrics:
         self.slow_readers = self._counter(
             "http_slow_readers", "Choices ended because their client left too much unread."
         )
+        self.refused_at_door = self._counter(
+            "requests_refused_at_door",
+            "Requests that their door refused by itself: one that asked for no more had just been refused, "
+            "for this reason.",
+        )
+        for reason in REFUSALS_AT_DOOR:
+            self.refused_at_door.labels(reason)
         self.api_key_tokens = self._counter(
             "api_key_tokens", "Tokens of prompts and of what was generated, by API key."
         )

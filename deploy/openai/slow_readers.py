@@ -40,9 +40,11 @@ def proxy_middlewares() -> list[Middleware]:
     Serve calls it before it starts its server, whose HTTP gets its bounds here: there is no other way to it.
     """
     from deploy.openai import bounded_http
+    from deploy.openai.early_refusals import EarlyRefusals
 
     bounded_http.install()
     return [
+        Middleware(EarlyRefusals),
         Middleware(WithoutRoute),
         Middleware(SlowReaders),
         Middleware(ServeHeaders, session_header=os.environ.get(SESSION_VARIABLE)),

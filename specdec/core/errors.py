@@ -59,11 +59,15 @@ class InputError(UserError):
 
 
 class CapacityError(DrafthouseError):
-    """The server cannot take the request now. `retry_after_s` says when to try again."""
+    """The server cannot take the request now. `retry_after_s` says when to try again.
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
+    For `holds_s` from now on it could not take another that asks for as much, either (0: who knows).
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float, holds_s: float = 0.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.holds_s = holds_s
 
 
 class LateError(CapacityError):

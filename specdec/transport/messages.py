@@ -248,6 +248,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=32):
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    holds_s: float = 0.0
+    """For so long others that ask for as much would be refused as well."""
 
 
 class OutputFrame(msgspec.Struct, frozen=True, array_like=True, tag=33):

@@ -202,7 +202,7 @@ class Crashing:
 
     def add_request(self, request: Request) -> None:
         if self.is_full:
-            raise CapacityError("full", retry_after_s=1.0)
+            raise CapacityError("full", retry_after_s=1.0, holds_s=0.02)
         self.given.append(request.request_id)
 
     def abort(self, request_id: RequestId, epoch: Epoch) -> None:
@@ -311,6 +311,14 @@ def test_a_suspect_that_turns_out_to_be_none_is_let_go() -> None:
         assert not bench.told("a").is_alone
         bench.lose_target("a", "b")
         assert bench.codes("a") == []
+
+
+def test_who_is_refused_is_told_for_how_long_that_holds() -> None:
+    bench = Crashing()
+    bench.is_full = True
+    bench.submit(request("a"))
+    (refusal,) = (one for one in bench.sent if isinstance(one, Refused))
+    assert (refusal.kind, refusal.retry_after_s, refusal.holds_s) == ("capacity", 1.0, 0.02)
 
 
 def test_a_newer_attempt_that_has_run_alone_is_not_replayed_as_well() -> None:

@@ -18,7 +18,7 @@ from specdec.core.error_codes import (
     DISPLACED,
     FAILED_REPEATEDLY,
 )
-from specdec.core.errors import CapacityError, DrafthouseError, InputError, RequestFailed
+from specdec.core.errors import CapacityError, DrafthouseError, InputError, LateError, RequestFailed
 from specdec.core.ids import Epoch, RequestId
 from specdec.core.outputs import RequestOutput
 from specdec.core.request import Request, Resumption
@@ -415,6 +415,22 @@ def test_who_is_refused_everywhere_is_told_the_shortest_wait(waits_s: tuple[floa
     (error,) = cluster.events
     assert isinstance(error, CapacityError)
     assert error.retry_after_s == 5.0
+
+
+@pytest.mark.parametrize("hold_s", [(0.03, 0.01, 0.02), (0.01, 0.03, 0.02), (0.0, 0.03, 0.02)])
+@pytest.mark.parametrize("waits_s", [(30.0, 5.0, 20.0), (5.0, 30.0, 20.0)])
+def test_a_refusal_holds_until_the_first_of_them_could_take_it(
+    hold_s: tuple[float, ...], waits_s: tuple[float, ...]
+) -> None:
+    cluster = Cluster()
+    for holds_s, wait_s in zip(hold_s, waits_s, strict=True):
+        refusal = Refused(
+            REQUEST.request_id, cluster.epoch, "late", "late", retry_after_s=wait_s, holds_s=holds_s
+        )
+        cluster.hear(cluster.place, refusal)
+    (error,) = cluster.events
+    assert isinstance(error, LateError)
+    assert (error.retry_after_s, error.holds_s) == (5.0, min(hold_s))
 
 
 def named(name: str, **fields: object) -> Request:

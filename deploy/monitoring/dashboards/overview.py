@@ -104,6 +104,7 @@ _REQUESTS = Row(
             line(SHOWN.rate("http_slow_readers"), "client did not read"),
             line(SHOWN.rate("request_timeouts"), "out of time"),
             line(SHOWN.rate("requests_refused", by=("reason",)), "refused: {{reason}}"),
+            line(SHOWN.rate("requests_refused_at_door", by=("reason",)), "refused at the door: {{reason}}"),
         ),
     ),
 )

@@ -12,6 +12,7 @@ import pytest
 from starlette.types import Message, Scope
 
 from deploy.openai.app import create_app
+from deploy.openai.early_refusals import EarlyRefusals
 from deploy.openai.serve_headers import ServeHeaders
 from deploy.openai.settings import DoorSettings
 from deploy.openai.slow_readers import (
@@ -128,7 +129,8 @@ def test_in_serve_s_proxy_the_response_says_how_long(
     header: str | None, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", {})
-    route, middleware, headers = proxy_middlewares()
+    early, route, middleware, headers = proxy_middlewares()
+    assert early.cls is EarlyRefusals
     assert route.cls is WithoutRoute
     assert middleware.cls is SlowReaders
     assert headers.cls is ServeHeaders
