@@ -44,9 +44,9 @@ def proxy_middlewares() -> list[Middleware]:
 
     bounded_http.install()
     return [
-        Middleware(EarlyRefusals),
         Middleware(WithoutRoute),
         Middleware(SlowReaders),
+        Middleware(EarlyRefusals),
         Middleware(ServeHeaders, session_header=os.environ.get(SESSION_VARIABLE)),
     ]
 

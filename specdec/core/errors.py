@@ -61,7 +61,7 @@ class InputError(UserError):
 class CapacityError(DrafthouseError):
     """The server cannot take the request now. `retry_after_s` says when to try again.
 
-    For `holds_s` from now on it could not take another that asks for as much, either (0: who knows).
+    For `holds_s` from now on another that asks for as much need not ask (0: who knows).
     """
 
     def __init__(self, message: str, *, retry_after_s: float, holds_s: float = 0.0) -> None:

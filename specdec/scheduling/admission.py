@@ -21,7 +21,7 @@ MAX_PRIORITY = 1000
 _SHORTEST_RETRY_S = 1.0
 _LONGEST_RETRY_S = 60.0
 _HELD_PART = 0.02
-"""Of a wait: a refusal holds no longer, so that little of the queue is served without anybody joining it."""
+"""Of a wait, for which a refusal holds: so little of the queue is served without anybody joining it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def check_queue(num_waiting: int, limits: AdmissionLimits, seconds_per_request: 
     raise CapacityError(
         f"the queue is full ({limits.max_num_waiting} requests wait)",
         retry_after_s=retry_after_s(num_waiting, seconds_per_request),
-        holds_s=seconds_per_request * min(1.0, _HELD_PART * num_waiting),
+        holds_s=_HELD_PART * seconds_per_request * num_waiting,
     )
 
 
@@ -212,12 +212,11 @@ def check_in_time(request: Request, expected: Expectation) -> None:
     )
     for what, what_limits, limit_s, expected_s in limits:
         if limit_s is not None and expected.margin * expected_s > limit_s:
-            too_late_s = expected.margin * expected_s - limit_s
             raise LateError(
                 f"its {what} is expected in {expected_s:.1f} s, of which it would wait "
                 f"{expected.wait_s:.1f} s in the queue; {what_limits} {limit_s:g} s",
-                retry_after_s=_bounded(min(too_late_s, expected.wait_s)),
-                holds_s=min(too_late_s, _HELD_PART * expected.wait_s),
+                retry_after_s=_bounded(min(expected.margin * expected_s - limit_s, expected.wait_s)),
+                holds_s=_HELD_PART * expected.wait_s,
             )
 
 

@@ -249,7 +249,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=32):
     param: str | None = None
     retry_after_s: float | None = None
     holds_s: float = 0.0
-    """For so long others that ask for as much would be refused as well."""
+    """For so long others that want as much need not ask."""
 
 
 class OutputFrame(msgspec.Struct, frozen=True, array_like=True, tag=33):

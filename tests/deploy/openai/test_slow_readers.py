@@ -129,7 +129,7 @@ def test_in_serve_s_proxy_the_response_says_how_long(
     header: str | None, is_given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", {})
-    early, route, middleware, headers = proxy_middlewares()
+    route, middleware, early, headers = proxy_middlewares()
     assert early.cls is EarlyRefusals
     assert route.cls is WithoutRoute
     assert middleware.cls is SlowReaders
