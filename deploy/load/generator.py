@@ -100,7 +100,10 @@ class LoadGenerator:
         return timeline
 
     def _request(self, body: Mapping[str, Any]) -> httpx.Request:
-        """Return a request like all others: to put its address together anew takes longer than to send it."""
+        """Return a request like all others: to put its address together anew takes longer than to send it.
+
+        None has the cookies of answers before, which would lead all of them to one of several servers.
+        """
         template = self._template
         headers = [(name, value) for name, value in template.headers.raw if name.lower() != b"content-length"]
         return httpx.Request(

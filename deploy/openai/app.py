@@ -372,7 +372,7 @@ class _Door:
         try:
             return await self._respond(model, prepared, http, event_id, description, arrived_s)
         except CapacityError as refusal:
-            self.refusals.note(demand, refusal)
+            self.refusals.note(demand, refusal, num_choices=len(prepared.requests), age_s=now_s() - arrived_s)
             raise
 
     async def _respond(

@@ -9,6 +9,7 @@ another process, and the door looks at them itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -22,6 +23,7 @@ from deploy.openai.resumption import HEADER as LAST_EVENT_ID
 from deploy.openai.serve_headers import REQUEST_ID
 from specdec.core.errors import CapacityError
 
+_WRITE_S = 30.0
 _SOON_S = 0.05
 """A body that is not here by then is left to the door, which says for how long it waits."""
 
@@ -98,8 +100,8 @@ def _route(scope: Scope) -> str | None:
     headers = Headers(scope=scope)
     if LAST_EVENT_ID in headers or ENCODING_HEADER in headers:
         return None
-    path = scope["path"].removesuffix("/")
-    return next((route for route in GENERATING_ROUTES if path.endswith(route)), None)
+    path: str = scope["path"].removesuffix("/")
+    return path if path in GENERATING_ROUTES else None  # under a prefix the door looks itself
 
 
 async def _refuse(
@@ -111,4 +113,6 @@ async def _refuse(
     # As Serve does, which has not seen it yet.
     response.headers[REQUEST_ID] = Headers(scope=scope).get(REQUEST_ID) or str(uuid4())
     known.metrics.note_answer(route, response.status_code, has_own_limit=False)
-    await response(scope, receive, send)
+    with contextlib.suppress(TimeoutError):  # a client that takes nothing: its connection is closed then
+        async with asyncio.timeout(_WRITE_S):
+            await response(scope, receive, send)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +29,7 @@ DEMAND = Demand(
     ttft_ms=3000.0,
     limits_s=(90.0, 60.0),
     num_tokens=16,
+    ignores_eos=True,
     num_choices=1,
     num_bytes=100,
 )
@@ -102,8 +105,9 @@ LESS = {
     "ttft_ms": 3001.0,
     "limits_s": (61.0,),
     "num_tokens": 15,
+    "ignores_eos": False,
     "num_choices": 0,
-    "num_bytes": 49,
+    "num_bytes": 79,
 }
 AS_MUCH = {
     "priority": 1,
@@ -111,7 +115,7 @@ AS_MUCH = {
     "limits_s": (70.0, 59.0),
     "num_tokens": 17,
     "num_choices": 2,
-    "num_bytes": 50,
+    "num_bytes": 80,
 }
 
 
@@ -149,13 +153,19 @@ def test_what_bodies_ask_for() -> None:
         ttft_ms=math.inf,
         limits_s=(),
         num_tokens=16,
+        ignores_eos=False,
         num_choices=1,
-        num_bytes=15,
+        num_bytes=3,
     )
     whole = {"prompt": "a", "model": "m", "best_of": 3, "priority": 2, "slo": {"ttft_ms": 5}, "timeout_s": 4}
-    asked = demand_of(COMPLETIONS, json.dumps(whole).encode(), "Bearer key", "2.5")
+    asked = demand_of(COMPLETIONS, json.dumps(whole | {"ignore_eos": True}).encode(), "Bearer key", "2.5")
     assert asked is not None
-    assert (asked.model, asked.owner, asked.priority) == ("m", "Bearer key", 2)
+    assert (asked.model, asked.priority, asked.ignores_eos) == ("m", 2, True)
+    same, other = (demand_of(COMPLETIONS, b"{}", one, None) for one in ("Bearer key", "Bearer other"))
+    assert same is not None
+    assert other is not None
+    assert same.owner == asked.owner != other.owner
+    assert "key" not in str(asked.owner), "keys are kept nowhere"
     assert (asked.ttft_ms, asked.limits_s, asked.num_choices) == (5.0, (4.0, 2.5), 3)
 
 
@@ -164,7 +174,7 @@ def test_what_bodies_ask_for() -> None:
     [
         (COMPLETIONS, {"max_tokens": 3}, 3),
         (COMPLETIONS, {"max_tokens": None, "n": None, "slo": None, "priority": None}, 16),
-        ("/under" + CHAT, {}, math.inf),
+        (CHAT, {}, math.inf),
         (CHAT, {"max_tokens": 3}, 3),
         (CHAT, {"max_completion_tokens": 4}, 4),
     ],
@@ -185,6 +195,71 @@ def test_of_what_cannot_be_read_nothing_is_known(data: bytes, timeout: str | Non
     door.refusals.note(None, CapacityError("full", retry_after_s=2.0, holds_s=0.1))
     assert not door.refusals.has_any()
     door.refusals.check(None)
+
+
+CHATTED = [{"role": "user", "content": "hello"}]
+
+
+def test_what_is_to_be_read_counts_and_nothing_else() -> None:
+    prompt = demand_of(
+        COMPLETIONS, json.dumps({"prompt": ["abc", "de"], "user": "x" * 99}).encode(), None, None
+    )
+    assert prompt is not None
+    assert prompt.num_bytes == len(json.dumps(["abc", "de"]))
+    asked = {"messages": CHATTED, "tools": [{"type": "function"}], "logit_bias": {"5": 1}}
+    chat = demand_of(CHAT, json.dumps(asked).encode(), None, None)
+    assert chat is not None
+    assert chat.num_bytes == len(json.dumps(CHATTED)) + len(json.dumps(asked["tools"]))
+
+
+def test_what_is_nested_too_deep_is_left_to_the_door() -> None:
+    assert demand_of(COMPLETIONS, b'{"x":' + b"[" * 100_000, None, None) is None
+
+
+def test_of_several_prompts_any_may_have_been_the_one_too_many() -> None:
+    door = Clocked()
+    door.refusals.note(DEMAND, LateError(LATE, retry_after_s=2.0, holds_s=0.05), num_choices=200)
+    assert not door.is_refused()
+    assert door.is_refused(replace(DEMAND, num_choices=200))
+
+
+@pytest.mark.parametrize(
+    ("asked", "fresh_s", "old_s"),
+    [
+        (DEMAND, 0.29, 0.31),
+        (replace(DEMAND, ttft_ms=math.inf, limits_s=(1.0, 2.0)), 0.09, 0.11),
+        (replace(DEMAND, ttft_ms=math.inf, limits_s=()), 0.49, 0.51),
+    ],
+)
+def test_what_had_little_time_left_says_nothing_of_others(
+    asked: Demand, fresh_s: float, old_s: float
+) -> None:
+    door = Clocked()
+    door.refusals.note(asked, LateError(LATE, retry_after_s=2.0, holds_s=0.05), age_s=old_s)
+    assert not door.is_refused(asked)
+    door.refusals.note(asked, LateError(LATE, retry_after_s=2.0, holds_s=0.05), age_s=fresh_s)
+    assert door.is_refused(asked)
+
+
+def test_a_refusal_that_is_kept_holds_on_to_nothing() -> None:
+    class Body:
+        pass
+
+    door = Clocked()
+    body = Body()
+    gone = weakref.ref(body)
+
+    def refused(body: Body) -> None:
+        raise LateError(LATE, retry_after_s=2.0, holds_s=0.05)
+
+    try:
+        refused(body)
+    except LateError as refusal:
+        door.refusals.note(DEMAND, refusal)
+    del body
+    gc.collect()
+    assert gone() is None
+    assert door.is_refused()
 
 
 def test_whether_any_holds() -> None:
@@ -232,6 +307,16 @@ def test_who_asks_for_less_or_comes_back_is_asked_about() -> None:
     last_id = next(line[4:] for line in answer.text.splitlines() if line.startswith("id: "))
     back = door.post("/v1/completions", body, headers={"Last-Event-ID": last_id})
     assert "just refused" not in back.text
+
+
+@pytest.mark.usefixtures("long_held")
+def test_many_prompts_are_refused_for_themselves() -> None:
+    door = Door()
+    door.service.refuse_with = CapacityError("full", retry_after_s=3, holds_s=60.0)
+    assert door.post("/v1/completions", {"prompt": ["abc", "abc", "abc"]}).status_code == 429
+    door.service.refuse_with = None
+    one = {"prompt": "abcdefghijklmnopqrstuvwxyz", "max_tokens": 99}
+    assert door.post("/v1/completions", one).status_code == 200
 
 
 @pytest.mark.usefixtures("long_held")
@@ -310,7 +395,7 @@ def refuse(early: Early, path: str = COMPLETIONS) -> None:
 KEY = {"Authorization": "Bearer key"}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, COMPLETIONS + "/", "/under" + COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, COMPLETIONS + "/", CHAT])
 def test_what_is_known_is_refused_before_serve(early: Early, path: str) -> None:
     refuse(early, path)
     status, headers, body = early.ask(BODY, path=path, headers=KEY | {"X-Request-ID": "mine"})
@@ -340,6 +425,7 @@ def test_who_is_refused_before_serve_has_an_id_of_its_own(early: Early) -> None:
         {"headers": KEY | {"Content-Encoding": "gzip"}},
         {"path": "/v1/models"},
         {"path": "/v1/completions/more"},
+        {"path": "/typo/v1/completions"},
         {"method": "PUT"},
         {"late_s": 0.2},
     ],
@@ -378,6 +464,26 @@ def test_a_body_that_comes_as_it_is_given_up_is_not_lost(early: Early) -> None:
     asyncio.run(scenario())
     assert early.bodies == [BODY]
     assert len(passed) == 1, "what it was about to return is waited for"
+
+
+def test_a_client_that_takes_nothing_is_not_waited_for(early: Early, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.openai.early_refusals._WRITE_S", 0.05)
+    refuse(early)
+
+    async def scenario() -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": BODY}
+
+        async def send(message: Message) -> None:
+            await asyncio.Event().wait()
+
+        raw = [(b"authorization", b"Bearer key")]
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": raw}
+        async with asyncio.timeout(20):
+            await EarlyRefusals(early.app)(scope, receive, send)
+
+    asyncio.run(scenario())
+    assert not early.bodies
 
 
 def test_bodies_in_parts_are_left_to_the_door(early: Early) -> None:
