@@ -66,6 +66,7 @@ class LoadGenerator:
         (`load_client`)."""
         self._client = client
         self._template = client.build_request("POST", path, headers={"Content-Type": "application/json"})
+        self._template.headers.pop("Content-Length", None)  # of no body
         self._start_s = 0.0
 
     async def run(
@@ -105,11 +106,10 @@ class LoadGenerator:
         None has the cookies of answers before, which would lead all of them to one of several servers.
         """
         template = self._template
-        headers = [(name, value) for name, value in template.headers.raw if name.lower() != b"content-length"]
         return httpx.Request(
             template.method,
             template.url,
-            headers=headers,
+            headers=template.headers,
             content=msgspec.json.encode(body),
             extensions=template.extensions,
         )
