@@ -107,6 +107,7 @@ class ClusterService:
         self._account = DoorAccount(
             self._channel.address,
             self._since,
+            self._generation,
             self._pump,
             self._collect,
             self._report,
@@ -212,9 +213,6 @@ class ClusterService:
     def _has_others(self) -> bool:
         return are_others_there(self._generation, self._members, may_be_none=self._wake is not None)
 
-    def _is_door_beside(self, member: Member) -> bool:
-        return member.role == "ingress" and member.generation == self._generation
-
     def _is_partner(self, member: Member) -> bool:
         return member.role == "coordinator" and self._generation in {"", member.generation}
 
@@ -299,10 +297,20 @@ class ClusterService:
             'scales_to_zero{part="target"}': float(self._cluster.target_groups.may_be_none),
             'scales_to_zero{part="draft"}': float(self._cluster.draft_pool.may_be_none),
             **count_workers(self._members),
+            **self._of_directory(),
         }
         if "draft_workers" in values:  # groups that draft by themselves know of no pool
             values["draft_workers_wanted"] = float(self._wanted.of("draft"))
         return Collected(values, self._groups.has_heard(present))
+
+    def _of_directory(self) -> Mapping[str, float]:
+        directory = self._directory
+        if directory is None:
+            return {}
+        return {
+            "ingress_losses": float(directory.num_lost_ingresses),
+            "directory_silent_seconds": directory.silent_s,
+        }
 
     def _note_taken_over(self) -> None:
         """What another door had told has groups in it that this one may not have heard yet."""
@@ -373,7 +381,7 @@ class ClusterService:
         for peer_id in present.keys() - self._connected.keys():
             self._pump.connect(present[peer_id].address)
         self._connected = present
-        self._account.set_doors([member for member in members if self._is_door_beside(member)])
+        self._account.set_members(members)
         self._book.set_coordinators(present.values())
         self._has_seen_members.set()
 

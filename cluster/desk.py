@@ -67,6 +67,8 @@ from specdec.transport.status import TargetGroupStatus
 
 _RELOADED_AFTER_S = 10.0
 """What who is refused is told to wait while a target is loaded: nobody knows how long that takes."""
+_STALLED_S = 2.0
+"""A round that takes longer is taken for one that may not end."""
 _RUN_ALONE_AFTER_S = 5.0
 """The same, while requests run alone or come back."""
 
@@ -112,6 +114,8 @@ class RequestDesk:
         """Latest snapshot of the engine's metrics, or of the last engine's; see `metrics`."""
         self.status: TargetGroupStatus | None = None
         """What the engine is doing; None before the first."""
+        self._served_s = clock.now_s()
+        """When the engine was given last what was ordered."""
         self.num_refused = 0
         """Requests for which there was no room while the target was loaded."""
         self.num_refused_held_up = 0
@@ -199,7 +203,7 @@ class RequestDesk:
             self._failed.forget_old()
             for ingress in self._ingresses.take_silent(now_s):
                 for request_id in [r for r, stream in self._streams.items() if stream.ingress == ingress]:
-                    self._drop(request_id)
+                    self._drop(request_id, is_door_silent=True)
 
     # -- the engine's thread
 
@@ -221,6 +225,7 @@ class RequestDesk:
             # The next attempt may be there already: it came while orders before it were carried out.
             engine.abort(request_id, epoch)
         self._orders.carry_out(engine)
+        self._served_s = self._clock.now_s()
 
     def note_begun(self, request_ids: Iterable[RequestId]) -> None:
         """Tell ingresses what the engine is about to work on, as `Engine.about_to_begin` says.
@@ -369,13 +374,15 @@ class RequestDesk:
             self._send(sender, self._pong(0, ()))  # before the refusal: whether anybody will replace us
             self._refuse(sender, request, "draining", "this coordinator is shutting down")
         elif (
-            (self._description is None or self._orders.are_held_up)
-            and not request.goes_on  # what was promised to be served is not kept out for want of room
-            and len(self._streams) >= self._most_without_target
+            not request.goes_on  # what was promised to be served is not kept out for want of room
+            and self._is_full
         ):
             if self._description is None:
                 self.num_refused += 1
                 message, wait_s = "the queue is full while the model is loaded anew", _RELOADED_AFTER_S
+            elif not self._orders.are_held_up:
+                self.num_refused += 1
+                message, wait_s = "the queue is full while a round takes very long", _RELOADED_AFTER_S
             else:
                 self.num_refused_held_up += 1
                 message, wait_s = "the queue is full while others run alone", _RUN_ALONE_AFTER_S
@@ -383,6 +390,16 @@ class RequestDesk:
         else:
             return False
         return True
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether as many are here as the engine takes in, while it takes none in: else it says who is too
+        many. It takes none either while a round does not end, because a rank hangs, say.
+        """
+        if self._description is None or self._orders.are_held_up:
+            return len(self._streams) >= self._most_without_target
+        is_stalled = self._clock.now_s() - self._served_s > _STALLED_S
+        return is_stalled and self._orders.num_submitted >= self._most_without_target
 
     def _tell(self, stream: DeskStream) -> None:
         """Tell its ingress how it is with a stream that was taken in."""
@@ -415,13 +432,14 @@ class RequestDesk:
         ]
         return (*ended, *live)
 
-    def _keep(self, stream: DeskStream) -> None:
-        if stream.request.resumption is not None:
-            self._recollection.keep(stream.request.resumption, stream.generated)
+    def _keep(self, stream: DeskStream, *, is_door_silent: bool = False) -> None:
+        resumption = stream.request.resumption
+        if resumption is not None:
+            self._recollection.keep(resumption, stream.generated, is_door_silent=is_door_silent)
 
-    def _drop(self, request_id: RequestId) -> None:
+    def _drop(self, request_id: RequestId, *, is_door_silent: bool = False) -> None:
         stream = self._streams.pop(request_id)
-        self._keep(stream)
+        self._keep(stream, is_door_silent=is_door_silent)
         self._orders.abort((stream,))
         self._ordered.notify_all()
 

@@ -81,6 +81,8 @@ class DirectorySnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     version: DirectoryVersion
     members: tuple[Member, ...]
+    num_lost_ingresses: int = 0
+    """Whose lease ended before they left, since the directory was started."""
 
     def with_role(self, role: Role) -> tuple[Member, ...]:
         """Members of one kind."""
@@ -99,6 +101,7 @@ class DirectoryState:
         self._members: dict[PeerId, Member] = {}
         self._leases_s: dict[PeerId, float] = {}
         self._expiry_s: dict[PeerId, float] = {}
+        self._num_lost_ingresses = 0
 
     def announce(self, member: Member, now_s: float, lease_s: float | None = None) -> None:
         """Register a member, or renew its lease, which is as long as it says.
@@ -123,9 +126,12 @@ class DirectoryState:
         """Drop those whose lease is over and return the rest."""
         self._forgive_standstill(now_s)
         for peer_id in [peer_id for peer_id, until_s in self._expiry_s.items() if until_s <= now_s]:
+            self._num_lost_ingresses += self._members[peer_id].role == "ingress"
             self.leave(peer_id)
         return DirectorySnapshot(
-            version=DirectoryVersion(self._incarnation, self._changes), members=tuple(self._members.values())
+            version=DirectoryVersion(self._incarnation, self._changes),
+            members=tuple(self._members.values()),
+            num_lost_ingresses=self._num_lost_ingresses,
         )
 
     def _forgive_standstill(self, now_s: float) -> None:
@@ -205,6 +211,8 @@ class DirectoryView:
         self._version: DirectoryVersion | None = None
         self._members: dict[PeerId, Member] = {}
         self._doubtful: dict[PeerId, float] = {}
+        self.num_lost_ingresses = 0
+        """As the directory has said last."""
 
     @property
     def version(self) -> DirectoryVersion | None:
@@ -232,6 +240,7 @@ class DirectoryView:
                 for peer_id in self._members:
                     self._doubtful.setdefault(peer_id, now_s + self._lease_s)
             self._version = snapshot.version
+            self.num_lost_ingresses = snapshot.num_lost_ingresses
             kept = {peer_id: m for peer_id, m in self._members.items() if peer_id in self._doubtful}
             self._members = {**kept, **present}
             for peer_id in present:

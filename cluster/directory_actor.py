@@ -240,6 +240,11 @@ class DirectoryLink:
         return self._view.members
 
     @property
+    def num_lost_ingresses(self) -> int:
+        """Ingresses that were gone before they had left, as the directory has said last."""
+        return self._view.num_lost_ingresses
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread.is_alive()

@@ -36,6 +36,7 @@ class DoorAccount:
         self,
         address: PeerAddress,
         since: float,
+        generation: str,
         pump: ChannelPump,
         collect: Callable[[], Awaitable[Collected]],
         report: Callable[[], DoorReport],
@@ -45,7 +46,7 @@ class DoorAccount:
         called when the account has gone on from what another door had told.
         """
         self._me = address.peer_id
-        self._shared = SharedMetrics(address.peer_id, since)
+        self._shared = SharedMetrics(address.peer_id, since, generation)
         self._pump = pump
         self._collect = collect
         self._report = report
@@ -72,10 +73,12 @@ class DoorAccount:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reporting
 
-    def set_doors(self, doors: Sequence[Member]) -> None:
+    def set_members(self, members: Sequence[Member]) -> None:
         """Let the doors that are there speak to this one; speak to the keeper."""
+        doors = [member for member in members if member.role == "ingress"]
         others = {door.peer_id: door.address for door in doors if door.peer_id != self._me}
-        self._shared.set_doors(doors)
+        with_groups = {member.generation for member in members if member.role == "coordinator"}
+        self._shared.set_doors(doors, with_groups)
         self._pump.channel.admit(others.values())
         keeper = None if self._shared.keeps else self._shared.keeper
         if keeper == self._linked:

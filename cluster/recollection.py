@@ -38,8 +38,12 @@ class Recollection:
         """Oldest first."""
         self.num_tokens = 0
 
-    def keep(self, resumption: Resumption, token_ids: Sequence[int]) -> None:
-        """Remember an ended stream. Of several attempts at one stream the longest is kept."""
+    def keep(self, resumption: Resumption, token_ids: Sequence[int], *, is_door_silent: bool = False) -> None:
+        """Remember an ended stream. Of several attempts at one stream the longest is kept.
+
+        A client whose door hangs hears of that only when Serve has found it out, and its connection breaks:
+        what it would come back to is kept for as long as it could be generated again, which costs more.
+        """
         self.forget_old()
         key = (resumption.name, resumption.proof)
         known = self._entries.pop(key, None)
@@ -48,7 +52,10 @@ class Recollection:
             self.num_tokens -= len(known.token_ids)
             if len(known.token_ids) > len(kept):
                 kept = known.token_ids
-        self._entries[key] = _Entry(kept, self._clock.now_s() + resumption.window_s)
+        window_s = resumption.window_s
+        if is_door_silent:
+            window_s = max(window_s, resumption.replay_window_s)
+        self._entries[key] = _Entry(kept, self._clock.now_s() + window_s)
         self.num_tokens += len(kept)
         while self.num_tokens > self._max_tokens:
             self._forget(next(iter(self._entries)))

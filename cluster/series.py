@@ -24,6 +24,7 @@ _GROUP_PREFIX = "target_group_"
 _OF_THE_INGRESS = frozenset(
     {
         "failovers",
+        "ingress_losses",
         "lost_streams",
         "routed_prefix_tokens",
         "stale_frames_dropped",
@@ -88,6 +89,16 @@ CLUSTER_SERIES: Mapping[str, Series] = {
         "counter", "Messages of coordinators of a kind that is not for an ingress."
     ),
     "lost_streams": Series("counter", "Requests that ended because no coordinator was there for too long."),
+    "ingress_losses": Series(
+        "counter",
+        "Ingresses that were gone without having left: killed, hung, or out of reach. What they had begun is "
+        "in no other series.",
+    ),
+    "directory_silent_seconds": Series(
+        "gauge",
+        "How long the directory, which is on Ray's head node, has not answered. While it does not, nothing "
+        "that dies is replaced.",
+    ),
     "channel_messages_dropped": Series(
         "counter",
         "Messages between ingresses and coordinators, and among ingresses, dropped, by who dropped them and "

@@ -5,15 +5,16 @@ jump from one scrape to the next, and for Prometheus a counter that falls has be
 to one of them, the keeper, which adds up what they and the target groups have counted and tells the others:
 whoever is asked, the answer is the same, a moment old at most.
 
-The keeper is the door that has been there longest. When it is gone the next one counts on from what it was
-told last.
+The keeper is the door that has been there longest; while an update replaces doors and target groups by
+others of a new generation, it is one of these, as soon as one of their groups is there: a door hears the
+groups of its own generation alone. A keeper counts on from what it was told last by the one before.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from cluster.directory import Member
 from cluster.series import is_counter, is_of_one_group
@@ -48,10 +49,11 @@ def _is_number_of_series(key: str, value: float) -> bool:
 class SharedMetrics:
     """The account as one door sees it: it keeps it, or is told."""
 
-    def __init__(self, me: PeerId, since: float) -> None:
-        """`since`: when this door was ready, as `Member.since` says it."""
+    def __init__(self, me: PeerId, since: float, generation: str = "") -> None:
+        """`since`: when this door was ready, as `Member.since` says it; `generation` as `Member` has it."""
         self._me = me
         self._since = since
+        self._generation = generation
         self._doors: tuple[PeerId, ...] = (me,)
         self._has_seen_doors = False
         self._reports: dict[PeerId, DoorReport] = {}
@@ -90,13 +92,16 @@ class SharedMetrics:
         """What the account said last; None: this door has not heard."""
         return self._told
 
-    def set_doors(self, doors: Iterable[Member]) -> None:
-        """Take in who is there; this door is, whatever the directory says."""
-        others = {(door.since, door.peer_id) for door in doors if door.peer_id != self._me}
+    def set_doors(self, doors: Iterable[Member], with_groups: Collection[str] = ()) -> None:
+        """Take in who is there; this door is, whatever the directory says.
+
+        `with_groups`: generations of which there are target groups.
+        """
+        others = {(door.since, door.peer_id): door.generation for door in doors if door.peer_id != self._me}
         # Who finds others there is not the first, though its clock may say so: one of them kept the account.
         did_keep = self.keeps and (self._has_seen_doors or not others)
         self._has_seen_doors = True
-        self._doors = tuple(peer_id for _, peer_id in sorted({*others, (self._since, self._me)}))
+        self._doors = _in_turn({**others, (self._since, self._me): self._generation}, with_groups)
         if self.keeps and not did_keep:
             self._num_waits = _MOST_WAITS
 
@@ -186,6 +191,21 @@ class SharedMetrics:
                 if value > 0 and (name in present or not is_of_one_group(name))
             },
         )
+
+
+def _in_turn(doors: Mapping[tuple[float, PeerId], str], with_groups: Collection[str]) -> tuple[PeerId, ...]:
+    """Return doors in the order in which they keep the account, by when they were ready, and generation."""
+    began_s = {
+        generation: min(since for (since, _), its in doors.items() if its == generation)
+        for generation in doors.values()
+    }
+    return tuple(
+        peer_id
+        for _, _, _, peer_id in sorted(
+            (generation not in with_groups, -began_s[generation], since, peer_id)
+            for (since, peer_id), generation in doors.items()
+        )
+    )
 
 
 def _not_below(sums: Mapping[str, float], told: Mapping[str, float]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from deploy.openai.settings import (
     DEFAULT_RESUME_WINDOW_S,
     DEFAULT_STREAM_KEEP_ALIVE_S,
     DEFAULT_WRITE_TIMEOUT_S,
+    MAX_BODY_BYTES,
 )
 from deploy.openai.tracing import TracingConfig
 from deploy.proxies import HAPROXY_PORTS, ProxyKind
@@ -74,7 +75,7 @@ class HttpConfig(StrictConfig):
     request_classes: tuple[str, ...] = Field(default=(), max_length=MAX_CLASSES - 1)
     """Values of `metadata.class` in bodies that are told apart; all others count as one. How far drafts are
     accepted is learnt per class."""
-    max_body_bytes: int = Field(default=DEFAULT_MAX_BODY_BYTES, ge=1024)
+    max_body_bytes: int = Field(default=DEFAULT_MAX_BODY_BYTES, ge=1024, le=MAX_BODY_BYTES)
     """Longest request body in bytes; longer ones are answered with 413."""
     body_timeout_s: float = Field(default=DEFAULT_BODY_TIMEOUT_S, gt=0)
     """Seconds that a request's body may take to arrive; slower ones are answered with 408."""

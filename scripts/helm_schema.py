@@ -268,6 +268,7 @@ class Values(Block):
     autoscaling: Autoscaling
     serve: Serve
     log_format: Literal["text", "json"] = "text"
+    logs_to_stderr: bool = True
     service: Service
     expose: Expose
     gcs_fault_tolerance: GcsFaultTolerance

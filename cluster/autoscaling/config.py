@@ -17,7 +17,8 @@ class PaceConfig(StrictConfig):
     down_after_s: float = Field(default=300.0, ge=0)
     """Some are stopped, after their streams have ended, once they were not needed for so many seconds."""
     cooldown_s: float = Field(default=60.0, ge=0)
-    """Nothing is stopped for so many seconds after the last change."""
+    """Nothing is stopped for so many seconds after the last change; the last of all goes by
+    `scale_to_zero_after_s` alone."""
     start_patience_s: float = Field(default=900.0, gt=0)
     """Of those that were asked for and do not serve, none having come to serve for so many seconds, it is
     thought that they never will: as many more may be asked for, within the bounds."""

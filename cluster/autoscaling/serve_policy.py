@@ -185,8 +185,9 @@ def _decided(
     teller: WantedTeller | None,
 ) -> tuple[int, dict[str, Any]]:
     number = context.target_num_replicas
-    remembered = context.policy_state.get(_PACE) or {}
-    memory = ScalingMemory(**remembered)
+    remembered = context.policy_state.get(_PACE)
+    # Serve forgets with its controller, and at each deployment: there may just have been a change.
+    memory = ScalingMemory(changed_s=now_s) if remembered is None else ScalingMemory(**remembered)
     if context.policy_state.get(_ASKED_FOR, number) != number:
         # Serve has started one by itself, or somebody has changed the bounds.
         memory = ScalingMemory(changed_s=now_s)

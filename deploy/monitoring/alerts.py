@@ -98,6 +98,27 @@ def availability_alerts(objectives: Objectives) -> tuple[Alert, ...]:
         _burns("Fast", ("5m", "1h"), 14.4, "critical", objectives),
         _burns("Slowly", ("30m", "6h"), 6.0, "warning", objectives),
         Alert(
+            name="DrafthouseHeadAway",
+            expression=f"{_5M.gauge('directory_silent_seconds')} > 30",
+            lasting="2m",
+            severity="critical",
+            summary="Ray's head node does not answer {{ $labels.job }}",
+            description="The directory of {{ $labels.job }}, on Ray's head node, has not answered for "
+            "{{ $value | humanizeDuration }}. Requests are served; nothing that dies is replaced. "
+            "Without a head that comes back the other nodes end, too.",
+        ),
+        Alert(
+            name="DrafthouseIngressesDie",
+            # Between 2 and 3, as _FEW_FAILURES.
+            expression=f"{_30M.increase('ingress_losses')} > 2.5",
+            lasting="0m",
+            severity="critical",
+            summary="{{ $labels.job }} keeps losing ingresses",
+            description="{{ $labels.job }} has lost {{ $value | humanize }} ingresses in half an hour. What "
+            "they were answering broke off; streams can be gone on with (Last-Event-ID), nothing else. No "
+            "error budget has that in it: who would have counted it was gone.",
+        ),
+        Alert(
             name="DrafthouseStreamsLost",
             expression=f"{_10M.increase('lost_streams')} > 0",
             lasting="0m",

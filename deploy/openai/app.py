@@ -33,6 +33,7 @@ from deploy.openai.errors import (
     too_many_logprobs,
     took_too_long,
 )
+from deploy.openai.failures import RequestFailures
 from deploy.openai.keys import ApiKey, KeyRing, Usage
 from deploy.openai.known_refusals import KnownRefusals, demand_of
 from deploy.openai.logprobs import INLINE_LOGPROBS, num_logprobs_of
@@ -69,7 +70,6 @@ from deploy.openai.streaming import (
     EventStream,
     EventStreamResponse,
     KeepAlive,
-    StreamFailures,
     resumed_deliveries,
     until_client_leaves,
 )
@@ -154,7 +154,7 @@ def create_app(
             Middleware(TrailingSlashes),
             # Outside of all that counts, logs and asks for keys: browsers ask first, and without a key.
             *([Middleware(CORSMiddleware, **_cross_origin(settings))] if settings.allowed_origins else []),
-            *([] if tracing is None else [Middleware(TraceRequests, tracing=tracing)]),
+            *([] if tracing is None else [Middleware(TraceRequests, tracing=tracing, lets_in=ring.lets_in)]),
             *([Middleware(AccessLog)] if settings.access_log else []),
             Middleware(SlowReaders, timeout_s=settings.write_timeout_s),
             Middleware(Border, metrics=door.metrics),
@@ -408,11 +408,13 @@ class _Door:
         def note_failure(error: Exception) -> None:
             self._failed_for_good.note(prepared.response_id, error, replay_window_s)
 
-        failures = StreamFailures(
+        failures = RequestFailures(
             prepared.response_id,
             self.metrics,
             note_failure,
             has_own_limit=prepared.limit_s != settings.request_timeout_s,
+            key_name=None if key is None else key.name,
+            trace=CURRENT_TRACE.get(),
         )
 
         def stream_of(prepared: PreparedRequest, running: Sequence[Request]) -> EventStream:
@@ -450,7 +452,7 @@ class _Door:
         except ClientLeft:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         except RequestFailed as error:
-            note_failure(error)
+            failures.note(error)
             raise
 
     async def _resume(

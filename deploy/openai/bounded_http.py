@@ -23,6 +23,7 @@ import uvicorn.config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from deploy.openai.certificates import CertificateFiles, FollowedCertificate, load
+from deploy.openai.settings import MAX_BODY_BYTES
 from deploy.openai.slow_readers import LEAST_BYTES_PER_S
 
 MAX_HEAD_BYTES = 64 << 10
@@ -46,6 +47,9 @@ class BoundedHttp(HttpToolsProtocol):
     """So often a client that has not fetched all of a response is looked at, once no more of it comes."""
     rest_timeout_s = REST_TIMEOUT_S
     """From the end of a response to that of the request that it answers, which nobody reads any more."""
+    max_body_bytes = MAX_BODY_BYTES
+    """Of a request that nobody has begun to answer: Serve's proxy takes all that comes, and keeps it until a
+    door does, which may be hung, or not there yet."""
     max_pipelined = MAX_PIPELINED
     """Requests that wait for the one before them on their connection."""
 
@@ -54,6 +58,7 @@ class BoundedHttp(HttpToolsProtocol):
         _follow_certificate(self.config)  # uvicorn makes a protocol before it greets its client
         self._num_head_bytes = 0
         """Of the message's lines that were parsed."""
+        self._num_body_bytes = 0
         self._num_unparsed_bytes = 0
         """At most so many have come since the last border in what was parsed: one line may be endless."""
         self._is_in_head = True
@@ -99,7 +104,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, or one whose head is too long: the parser tells them no apart."""
-        if self._num_head_bytes > self.max_head_bytes:
+        if self._num_body_bytes > self.max_body_bytes:
+            self._refuse_body()
+        elif self._num_head_bytes > self.max_head_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, self._too_long())
         else:  # uvicorn's own words would stand in the middle of a response
             self._refuse(HTTPStatus.BAD_REQUEST, msg)
@@ -107,7 +114,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to count."""
         super().on_message_begin()
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._num_body_bytes = 0
         self._num_unparsed_bytes = max(1, self._num_unparsed_bytes)  # if it came with the end of another
         self._await_head()
 
@@ -132,8 +139,11 @@ class BoundedHttp(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body, whose length is the application's affair."""
+        """Take a part of the body, whose length is the application's affair, as long as there is one."""
         self._num_unparsed_bytes = 0
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self.max_body_bytes and self._is_unanswered:
+            raise _BodyTooLong  # as below
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -204,7 +214,22 @@ class BoundedHttp(HttpToolsProtocol):
     @property
     def _is_responding(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle  # uvicorn says otherwise
-        return cycle is not None and not cycle.response_complete
+        return cycle is not None and not (cycle.response_complete or cycle.disconnected)
+
+    def _refuse_body(self) -> None:
+        """Have the application take the client for gone, and tell that why.
+
+        Nothing else is being answered: what comes behind a request waits unread until that is.
+        """
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        message = f"The body is longer than {self.max_body_bytes} bytes, the limit of this server."
+        self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+
+    @property
+    def _is_unanswered(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_started
 
     def _too_long(self) -> str:
         return f"The headers are longer than {self.max_head_bytes} bytes, the limit of this server."
@@ -241,6 +266,10 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class _HeadTooLong(Exception):
+    """Raised through the parser."""
+
+
+class _BodyTooLong(Exception):
     """Raised through the parser."""
 
 

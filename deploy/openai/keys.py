@@ -38,6 +38,12 @@ def digest_api_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def bearer_of(authorization: str | None) -> str:
+    """Return the key of an Authorization header; empty where there is none in it."""
+    scheme, _, text = (authorization or "").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
     """One accepted key. The key itself is known to its owner alone."""
@@ -188,6 +194,10 @@ class KeyRing:
         # All of them, whether or not one has matched: the time taken says nothing about the keys.
         matches = [key for key in self._keys if sum([hmac.compare_digest(one, key.digest) for one in sent])]
         return matches[0] if matches else None
+
+    def lets_in(self, authorization: str | None) -> bool:
+        """Whether a request with this Authorization header is one of ours; without keys everybody's is."""
+        return not self.is_asked_for or self.find(bearer_of(authorization)) is not None
 
     @contextmanager
     def preparing(self, key: ApiKey | None, metrics: DoorMetrics) -> Iterator[None]:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.openai.errors import ApiError, api_error_of, internal_error, keys_unread, shown
-from deploy.openai.keys import ApiKey, KeyRing
+from deploy.openai.keys import ApiKey, KeyRing, bearer_of
 from deploy.openai.metrics import GENERATING_ROUTES, DoorMetrics
 from deploy.openai.paths import is_open, route_path
 
@@ -124,10 +124,10 @@ class ApiKeys:
         )
 
     def _check(self, authorization: str | None) -> ApiKey:
-        scheme, _, text = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not text:
+        text = bearer_of(authorization)
+        if not text:
             raise _unauthorized("You did not provide an API key: send Authorization: Bearer YOUR_KEY.", None)
-        key = self._ring.find(text.strip())
+        key = self._ring.find(text)
         if key is None:
             raise _unauthorized("Incorrect API key provided.", "invalid_api_key")
         return key

@@ -14,6 +14,8 @@ from deploy.openai.tracing import TracingConfig
 from specdec.core.description import TargetDescription
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
+MAX_BODY_BYTES = 64 << 20
+"""The longest that any door may be set to take: servers in front of doors hold no more."""
 DEFAULT_MAX_CHOICES = 256
 DEFAULT_MAX_LOGPROBS = 1 << 20
 DEFAULT_BODY_TIMEOUT_S = 60.0

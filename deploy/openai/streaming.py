@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,10 +20,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deploy.openai.delivery_budget import DeliveryBudget
-from deploy.openai.errors import api_error_of, internal_error
+from deploy.openai.failures import RequestFailures
 from deploy.openai.logprobs import INLINE_LOGPROBS, num_logprobs_of
-from deploy.openai.metrics import DoorMetrics
-from deploy.openai.outputs import SLOW_READER, ChoiceOutputs
+from deploy.openai.outputs import ChoiceOutputs
 from deploy.openai.protocol import ChatBody, GenerationBody
 from deploy.openai.requests import PreparedRequest
 from deploy.openai.responses import (
@@ -41,7 +39,6 @@ from deploy.openai.work_beside import WorkBeside
 from specdec.core.outputs import RequestOutput
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 _DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n"
 """A line of the event to come, which clients skip. An empty line behind it would be the end of an event, for
@@ -49,7 +46,6 @@ some of one that has no data: OpenAI's client takes the last id that has come fo
 _LINE_ENDS = tuple((one.encode(), b"\\u%04x" % ord(one)) for one in "\x85\u2028\u2029")
 """What some clients take for the end of a line, though it is none in server-sent events (httpx's
 `iter_lines`), and how JSON writes it so that nobody does. In UTF-8 no other character holds these bytes."""
-_TURNED_AWAY = 429
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -92,7 +88,7 @@ class EventStream:
         outputs: ChoiceOutputs,
         tokenizer: DoorTokenizer,
         budget: DeliveryBudget,
-        failures: StreamFailures,
+        failures: RequestFailures,
         beside: WorkBeside,
     ) -> None:
         """`outputs` are those of all requests of `prepared`; `budget` and `beside` are the door's."""
@@ -158,7 +154,8 @@ class EventStream:
             except Exception as error:
                 if not has_begun:
                     raise
-                events.append(self._event(self._failures.take(error)))
+                num_tokens = sum(result.num_tokens for result in self._results)
+                events.append(self._event(self._failures.take(error, num_tokens)))
             else:
                 events += self._closing()
         self._outputs.note_delivery(taken)
@@ -215,7 +212,7 @@ def _event(data: bytes, event_id: bytes | None = None) -> bytes:
 async def resumed_deliveries(
     find: Callable[[], Coroutine[Any, Any, EventStream]],
     keep_alive: KeepAlive,
-    failures: StreamFailures,
+    failures: RequestFailures,
     event_id: str,
 ) -> AsyncGenerator[bytes]:
     """Yield the deliveries of a stream that has to be found first; until it is, a comment after each silence.
@@ -243,42 +240,6 @@ async def resumed_deliveries(
         yield first
         async for delivery in deliveries:
             yield delivery
-
-
-class StreamFailures:
-    """Takes what ends a stream whose status cannot say it any more."""
-
-    def __init__(
-        self,
-        response_id: str,
-        metrics: DoorMetrics,
-        on_failure: Callable[[Exception], None],
-        *,
-        has_own_limit: bool,
-    ) -> None:
-        """`on_failure` hears of each: nobody else does. `metrics` are those of the door.
-
-        With `has_own_limit` the client gave the request less time than the server does: that this is up is no
-        failure of ours.
-        """
-        self._response_id = response_id
-        self._metrics = metrics
-        self._on_failure = on_failure
-        self._has_own_limit = has_own_limit
-
-    def take(self, error: Exception) -> bytes:
-        """Count a failure, and return what the client is told of it."""
-        api_error = api_error_of(error)
-        if api_error is None:
-            logger.error("request %s failed", self._response_id, exc_info=error)
-            api_error = internal_error()
-        self._on_failure(error)
-        code = api_error.detail.code
-        if api_error.status >= 500 and code != SLOW_READER:  # the client's own doing, counted as such
-            self._metrics.note_failed_stream(code, has_own_limit=self._has_own_limit)
-        elif api_error.status == _TURNED_AWAY:
-            self._metrics.streams_turned_away.inc()
-        return api_error.body()
 
 
 class KeepAlive:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Self
 
@@ -103,11 +104,16 @@ class Tracing:
         """Send what there is, and end."""
         self._provider.shutdown()
 
-    def begin(self, scope: Scope) -> RequestTrace:
-        """Begin the trace of a request, or go on with the one that its `traceparent` names."""
+    def begin(self, scope: Scope, *, is_known: bool = True) -> RequestTrace:
+        """Begin the trace of a request, or go on with the one that its `traceparent` names.
+
+        The latter for clients that are known alone: this header decides what is traced, and with it what a
+        collector has to hold.
+        """
         from opentelemetry.trace import SpanKind
 
-        carrier = {name: value for name, value in Headers(scope=scope).items() if name.startswith("trace")}
+        headers = Headers(scope=scope).items() if is_known else ()
+        carrier = {name: value for name, value in headers if name.startswith("trace")}
         span = self._tracer.start_span(
             scope["method"],  # `end` adds the route: a path may hold anything
             context=self._propagator.extract(carrier),
@@ -124,6 +130,7 @@ class RequestTrace:
         self._tracer = tracer
         self._span = span
         self._method = method
+        self._failure: str | None = None
         self.trace_id = format(span.get_span_context().trace_id, "032x")
 
     @property
@@ -173,6 +180,10 @@ class RequestTrace:
             part.end(life.at_ns(ended_s))
         generate.end(life.at_ns(life.finished_s))
 
+    def note_failure(self, code: str) -> None:
+        """Say that the request has failed, whatever its status says: a stream may have begun with 200."""
+        self._failure = code
+
     def end(self, status: int | None, route: str | None) -> None:
         """End it with the status that the client has got; None: it has left, or the connection was cut."""
         from opentelemetry.trace import StatusCode
@@ -182,7 +193,9 @@ class RequestTrace:
             self._span.set_attribute("http.route", route)
         if status is not None:
             self._span.set_attribute("http.response.status_code", status)
-        if status is None or status >= 500:
+        if self._failure is not None:
+            self._span.set_attribute("error.type", self._failure)
+        if status is None or status >= 500 or self._failure is not None:
             self._span.set_status(StatusCode.ERROR)
         self._span.end()
 
@@ -245,16 +258,19 @@ CURRENT_TRACE: ContextVar[RequestTrace | None] = ContextVar("drafthouse_trace", 
 class TraceRequests:
     """ASGI middleware: a span around every request to the API, whose trace id the answer tells."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: Tracing, lets_in: Callable[[str | None], bool]) -> None:
+        """`lets_in`: whether a client with such an Authorization header is one of ours."""
         self._app = app
         self._tracing = tracing
+        self._lets_in = lets_in
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http" or not is_api(scope):
             await self._app(scope, receive, send)
             return
-        trace = self._tracing.begin(scope)
+        is_known = self._lets_in(Headers(scope=scope).get("authorization"))
+        trace = self._tracing.begin(scope, is_known=is_known)
         status: int | None = None
 
         async def send_with_trace_id(message: Message) -> None:

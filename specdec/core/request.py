@@ -11,6 +11,10 @@ OTHER_CLASS = "other"
 """Class of requests that name none."""
 
 
+_LEAST_TTFT_MS = 1.0
+"""Left of a limit that is over."""
+
+
 class LatencyTarget(msgspec.Struct, frozen=True, kw_only=True):
     """How soon a client wants its tokens. What was taken in is served, be it late."""
 
@@ -89,4 +93,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     def continued(self, *, delivered_token_ids: tuple[int, ...], elapsed_s: float) -> Request:
         """Return what is left of it after some time, to be submitted again, be it elsewhere."""
         timeout_s = None if self.timeout_s is None else max(0.0, self.timeout_s - elapsed_s)
-        return msgspec.structs.replace(self, delivered_token_ids=delivered_token_ids, timeout_s=timeout_s)
+        slo = self.slo
+        if slo is not None and slo.ttft_ms is not None and not delivered_token_ids:
+            left_ms = max(_LEAST_TTFT_MS, slo.ttft_ms - 1000.0 * elapsed_s)
+            slo = msgspec.structs.replace(slo, ttft_ms=left_ms)
+        return msgspec.structs.replace(
+            self, delivered_token_ids=delivered_token_ids, timeout_s=timeout_s, slo=slo
+        )

@@ -205,7 +205,9 @@ class Engine:
         self._lost: TransportError | None = None
         self._closed = False
         self._rates = ServiceRates(parts.scheduler.max_num_seqs, clock.now_s())
-        self._is_saturated = False
+        self._num_places: int | None = None
+        """How many the last round ran, if it left somebody waiting: be it for K/V, there is room for no
+        more. None: nobody waits."""
         """Whether somebody was left waiting by the last round."""
 
     @property
@@ -426,16 +428,15 @@ class Engine:
             else:
                 if reads_text:
                     self._rounds.read_texts()
-                self._is_saturated = len(self._roster.waiting) > 0
+                self._note_places(outputs)
                 self._note_landed()  # of the round before, where none was launched since
-                self._landed = outputs, self._clock.now_s(), self._num_decoding(), self._is_saturated
+                is_saturated = self._num_places is not None
+                self._landed = outputs, self._clock.now_s(), self._num_decoding(), is_saturated
                 if not self._parts.target.is_elsewhere or not self.has_work:
                     self._note_landed()
-                if len(self._roster) == 0 and len(self._preparation) == 0:
-                    self._roster.turns.note_idle()
-                if not self._ended:
-                    return outputs
                 self._ended.extend(outputs)
+        if len(self._roster) == 0 and len(self._preparation) == 0:
+            self._note_idle()
         ended, self._ended = self._ended, []
         return ended
 
@@ -539,8 +540,8 @@ class Engine:
         Without a key it is served last.
         """
         running, waiting = self._roster.running, self._roster.waiting
-        # Where the last round left somebody waiting, there is no room for more than run: be it for K/V.
-        num_places = len(running) if self._is_saturated else self._parts.scheduler.max_num_seqs
+        places = self._num_places
+        num_places = self._parts.scheduler.max_num_seqs if places is None else places
         num_before = len(running) + len(self._preparation)
         if key is None:
             return num_before + len(waiting) + 1 - num_places
@@ -552,6 +553,18 @@ class Engine:
         if self._meanwhile is not None:
             self._meanwhile()
         self._note_landed()
+
+    def _note_places(self, outputs: list[RequestOutput]) -> None:
+        """Note how many ran. Who has ended behind the round has left a place, which the next one fills."""
+        num_ended = sum(output.finish_reason is not None for output in outputs)
+        self._num_places = len(self._roster.running) + num_ended if self._roster.waiting else None
+
+    def _note_idle(self) -> None:
+        """Nobody is left, be it that all were taken back: nothing waits, and no time serves anybody."""
+        self._note_landed()
+        self._num_places = None
+        self._roster.turns.note_idle()
+        self._rates.note_idle()
 
     def _note_landed(self) -> None:
         """Learn from the last round how long requests take: of a target elsewhere, while it is at work."""
@@ -575,11 +588,16 @@ class Engine:
         return sum(live.sequence.num_generated > 0 for live in self._roster.running.values())
 
     def _tokens_to_come(self) -> list[int]:
-        """How many tokens each of those who run is expected to generate yet (any thread)."""
-        return [
+        """How many tokens each of those who run is expected to generate yet (any thread).
+
+        Places that are free while others wait are theirs from the next round on.
+        """
+        running = [
             max(0, live.num_expected_tokens - live.num_prompt_tokens - live.sequence.num_generated)
             for live in list(self._roster.running.values())
         ]
+        num_free = 0 if self._num_places is None else self._num_places - len(running)
+        return running + [self._rates.usual_tokens] * num_free
 
     def _displaced_by(self, key: ServiceKey, owner: str | None) -> LiveRequest | None:
         """Who leaves a full queue for a newcomer: its last, unless that has run or been promised to go on."""

@@ -164,6 +164,12 @@ class ServiceRates:
         for output in finished:
             self._note_finish(output)
 
+    def note_idle(self) -> None:
+        """Nobody is left: time until somebody comes is none that anything took."""
+        self._was_saturated = False
+        self._num_decoding = 0
+        self._tokenless_s = 0.0
+
     def _note_tokens(self, outputs: list[RequestOutput], elapsed_s: float) -> None:
         self._tokenless_s += elapsed_s
         # First tokens are not counted; who ends without a token has none that could be one.
@@ -202,13 +208,18 @@ class ServiceRates:
             return self._saturated_gap.value
         return self._service.value / self._max_num_seqs
 
+    @property
+    def usual_tokens(self) -> int:
+        """About how many tokens requests generate."""
+        return round(self._length.value)
+
     def expected_tokens(self, request: Request) -> int:
         """Return about how many tokens a request will generate: as others do, but no more than it may."""
         most = request.params.max_tokens
-        usual = self._length.value
+        usual = self.usual_tokens
         if most is None:
-            return int(usual)
-        return most if request.params.ignore_eos or usual <= 0.0 else min(most, round(usual))
+            return usual
+        return most if request.params.ignore_eos or usual <= 0 else min(most, usual)
 
     def wait_s(self, num_before: int, running: Sequence[int] = ()) -> float:
         """Return how long one waits who begins to run when so many have finished.

@@ -114,6 +114,8 @@ def test_overload_is_compared_with_the_best_load() -> None:
         "goodput_at_5x_vs_peak": 0.95,
         "streams_1000_lost_bytes": 3.0,
     }
+    apart = dataclasses.replace(streams, most_at_once=1)
+    assert headlines([load(0.8, 100.0), load(5.0, 95.0)], apart) == {"goodput_at_5x_vs_peak": 0.95}
     assert headlines([load(0.8, 100.0), load(5.0, 95.0)], None) == {"goodput_at_5x_vs_peak": 0.95}
     lucky_once = [load(1.1, 130.0), load(5.0, 95.0), load(5.0, 105.0, turn=1), load(1.1, 70.0, turn=1)]
     assert headlines(lucky_once, None) == {"goodput_at_5x_vs_peak": 1.0}

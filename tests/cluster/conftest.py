@@ -70,9 +70,11 @@ def deployed_on_ray(engine: EngineConfig, cluster: ClusterConfig) -> Iterator[No
     from cluster.directory_actor import close_directory
 
     serve.run(build_application(engine, cluster), name=cluster.namespace, route_prefix=None)
-    yield
-    serve.delete(cluster.namespace)
-    close_directory(cluster.namespace)
+    try:
+        yield
+    finally:
+        serve.delete(cluster.namespace)
+        close_directory(cluster.namespace)
 
 
 @pytest.fixture(scope="session")

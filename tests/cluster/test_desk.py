@@ -387,6 +387,21 @@ def test_elsewhere_it_is_the_engine_that_refuses() -> None:
     assert bench.refused == []
 
 
+def test_what_waits_for_a_round_that_does_not_end_has_a_bound() -> None:
+    """A rank hangs: the engine is given nothing, and says to nobody that there are too many."""
+    bench = Crashing(most_without_target=3)
+    bench.submit(request("first"))
+    bench.clock.advance(3.0)
+    for number in range(10):
+        bench.desk.hear(Envelope(sender=INGRESS, message=SubmitRequest(request(f"new{number}"))))
+    assert bench.refused == [f"new{number}" for number in range(3, 10)]
+    promised = msgspec.structs.replace(request("promised"), was_admitted=True)
+    bench.submit(promised)
+    assert "promised" not in bench.refused
+    bench.submit(request("later"))
+    assert bench.refused == [f"new{number}" for number in range(3, 10)], "it is given what waits again"
+
+
 def test_a_client_that_comes_back_to_what_has_failed_is_told_so() -> None:
     bench = Crashing()
     suspect = msgspec.structs.replace(request("cmpl-ab-0"), num_crashes=2, resumption=RESUMPTION)

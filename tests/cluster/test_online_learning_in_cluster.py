@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
+import msgspec
 import pytest
 
 from cluster.config import BundleConfig, ClusterConfig, DraftPoolConfig, TargetGroupsConfig
@@ -14,10 +16,11 @@ from specdec.engine.config import EngineConfig
 from specdec.kv.config import CacheConfig
 from specdec.model.config import CompileConfig, ModelConfig
 from specdec.proposers.config import SpeculativeConfig
+from specdec.proposers.online_config import OnlineConfig
 from specdec.scheduling.config import SchedulerConfig
 from specdec.transport.status import OnlineStatus, ServiceStatus
 from tests.cluster.conftest import deployed_on_ray
-from tests.cluster.live_workers import kill, worker
+from tests.cluster.live_workers import kill, worker, workers
 from tests.cluster.running_service import Streams, metric, with_service
 from tests.training.online.domain_requests import plain_tokens, requests
 from tests.training.online.domains import FORMER, LATTER, QUICK, model_of, save
@@ -48,11 +51,12 @@ def learning_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def config(
-    ray_cluster: None, learning_config: EngineConfig, cluster_config: ClusterConfig
+@contextmanager
+def deployed(
+    learning_config: EngineConfig, cluster_config: ClusterConfig, online: OnlineConfig
 ) -> Iterator[ClusterConfig]:
     half = BundleConfig(num_cpus=0.5)
+    speculative = learning_config.speculative_config.model_copy(update={"online": online})
     chosen = cluster_config.model_copy(
         update={
             "namespace": "drafthouse-online",
@@ -61,7 +65,7 @@ def config(
             "draft_pool": DraftPoolConfig(bundle=half),
         }
     )
-    with deployed_on_ray(learning_config, chosen):
+    with deployed_on_ray(learning_config.model_copy(update={"speculative_config": speculative}), chosen):
         yield chosen
 
 
@@ -123,7 +127,7 @@ async def improved(service: object, least: float) -> None:
 
 
 def test_a_pool_learns_and_what_dies_takes_nothing_with_it(
-    config: ClusterConfig, learning_config: EngineConfig
+    ray_cluster: None, cluster_config: ClusterConfig, learning_config: EngineConfig
 ) -> None:
     async def scenario(service: object) -> None:
         await served(service, requests(FORMER, 8, "warm"))
@@ -137,7 +141,7 @@ def test_a_pool_learns_and_what_dies_takes_nothing_with_it(
         second = requests(LATTER, 48, "second")
         streams = Streams(service, second)
         await asyncio.sleep(0.3)
-        kill(config, "draft")
+        kill(running, "draft")
         await streams.finish()
         tokens |= streams.tokens
         await metric(service, "draft_workers", lambda value: value == 1)
@@ -145,17 +149,58 @@ def test_a_pool_learns_and_what_dies_takes_nothing_with_it(
         assert after_loss.num_buffered_tokens > 0
 
         # So does its trainer; another one goes on from what is served.
-        trainer = worker(config, "trainer")
-        kill(config, "trainer")
+        trainer = worker(running, "trainer")
+        kill(running, "trainer")
         third = requests(LATTER, 64, "third")
         tokens |= await served(service, third)
         await metric(service, "online_trainers_lost", partial(at_least, 1))
+        assert await next_trainer(running) != trainer
         assert (await learnt(service, lambda online: online.num_buffered_tokens > 0)).version >= version
-        assert worker(config, "trainer") != trainer
         await improved(service, before + 0.2)
         assert tokens == plain_tokens(learning_config, [*first, *second, *third])
 
-    with_service(config, scenario)
+    with deployed(learning_config, cluster_config, QUICK) as running:
+        with_service(running, scenario)
+
+
+async def next_trainer(running: ClusterConfig) -> object:
+    """Wait for the one that takes the place of another, after a pause."""
+    for _ in range(300):
+        if workers(running, "trainer"):
+            return worker(running, "trainer")
+        await asyncio.sleep(0.2)
+    raise AssertionError("no trainer was started within a minute")
+
+
+def of_owner(wanted: list[Request], owner: str | None) -> list[Request]:
+    return [msgspec.structs.replace(request, owner=owner) for request in wanted]
+
+
+def test_nothing_is_learnt_of_those_who_have_not_allowed_it(
+    ray_cluster: None, cluster_config: ClusterConfig, learning_config: EngineConfig
+) -> None:
+    """As many texts of one who has are learnt from at once: the negative control."""
+    alice, bob = "a" * 64, "b" * 64
+    online = OnlineConfig.model_validate({**QUICK.model_dump(), "allow_shared": False, "tenants": [alice]})
+
+    async def scenario(service: object) -> None:
+        await served(service, of_owner(requests(FORMER, 4, "warm"), bob))
+        strangers = of_owner(requests(LATTER, 48, "of-bob"), bob) + requests(LATTER, 48, "of-nobody")
+        tokens = await served(service, strangers)
+        await asyncio.sleep(3.0)  # a trainer fetches within a second, and a version takes it two
+        values = await service.metrics()  # type: ignore[attr-defined]
+        assert (values["online_texts_heard"], values["online_tokens_buffered"]) == (0, 0)
+        status = await learnt(service, lambda online: True)
+        assert (status.version, status.num_tried, status.num_buffered_tokens) == (0, 0, 0)
+
+        mine = of_owner(requests(LATTER, 64, "of-alice"), alice)
+        tokens |= await served(service, mine)
+        await learnt(service, lambda online: online.version >= 1)
+        assert await metric(service, "online_texts_heard", partial(at_least, 1)) <= len(mine)
+        assert tokens == plain_tokens(learning_config, [*strangers, *mine])
+
+    with deployed(learning_config, cluster_config, online) as running:
+        with_service(running, scenario)
 
 
 def at_least(least: float, value: float) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from cluster.desk import RequestDesk
 from cluster.recollection import FailedResponses, Recollection
 from specdec.core.clock import ManualClock
@@ -30,6 +32,20 @@ def test_streams_are_forgotten_when_their_window_is_over() -> None:
     assert recollection.recall("short", b"mine") is None
     assert recollection.recall("long", b"mine") == (3,)
     assert recollection.num_tokens == 1
+
+
+def test_what_clients_of_a_silent_door_have_is_kept_until_they_hear_of_it() -> None:
+    """A hung door's connections break when Serve has found it out: a minute and a half later, by default."""
+    clock = ManualClock()
+    recollection = Recollection(clock)
+    known = msgspec.structs.replace(known_by("a"), replay_window_s=360.0)
+    recollection.keep(known, [5, 6], is_door_silent=True)
+    recollection.keep(msgspec.structs.replace(known, name="b"), [7])
+    clock.advance(95.0)
+    assert recollection.recall("a", b"mine") == (5, 6)
+    assert recollection.recall("b", b"mine") is None, "its client has left, or has all of it"
+    clock.advance(300.0)
+    assert recollection.recall("a", b"mine") is None
 
 
 def test_only_who_has_the_proof_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import pytest
@@ -17,9 +18,9 @@ from tests.cluster.door_series import OPEN, REQUESTS
 OF_GROUPS = {"rounds": 10.0, "num_requests_running": 3.0, 'target_group_rounds{target_group="g"}': 10.0}
 
 
-def member(name: str, since: float) -> Member:
+def member(name: str, since: float, generation: str = "") -> Member:
     address = PeerAddress(peer_id=PeerId(name), endpoint="", public_key="")
-    return Member(address=address, role="ingress", since=since)
+    return Member(address=address, role="ingress", since=since, generation=generation)
 
 
 def report(requests: float, is_open: float = 1.0) -> DoorReport:
@@ -45,6 +46,48 @@ def test_the_oldest_door_keeps_the_account_whatever_order_it_hears_of() -> None:
     assert door("c", 5.0, old, young).keeper == "b"
     alone = SharedMetrics(PeerId("c"), 9.0)
     assert alone.keeps
+
+
+OLD, NEW = "of before", "of the update"
+
+
+@pytest.mark.parametrize(
+    ("with_groups", "keeper"), [((OLD,), "a"), ((OLD, NEW), "c"), ((NEW,), "c"), ((), "c")], ids=str
+)
+def test_of_two_generations_the_new_one_has_it_once_its_groups_are_there(
+    with_groups: Collection[str], keeper: str
+) -> None:
+    doors = [member("a", 1.0, OLD), member("b", 2.0, OLD), member("c", 3.0, NEW), member("d", 4.0, NEW)]
+    for one in doors:
+        shared = SharedMetrics(one.peer_id, one.since, one.generation)
+        shared.set_doors(doors, with_groups)
+        assert shared.keeper == keeper
+
+
+def test_an_update_does_not_begin_the_account_anew() -> None:
+    """Whichever door is asked, of whichever generation: what had happened before would have happened now."""
+    old, new = member("a", 1.0, OLD), member("b", 9.0, NEW)
+    former = SharedMetrics(old.peer_id, old.since, OLD)
+    former.set_doors([old], {OLD})
+    sums(former, report(100), rounds=70.0)
+    heir = SharedMetrics(new.peer_id, new.since, NEW)
+    for with_groups in ({OLD}, {OLD, NEW}):
+        for one in (former, heir):
+            one.set_doors([old, new], with_groups)
+        keeper, other = (former, heir) if former.keeps else (heir, former)
+        own = {former: report(100), heir: report(3)}
+        keeper.hear(PeerId("a" if other is former else "b"), other.report(own[other]))
+        totals = sums(keeper, own[keeper], rounds=70.0 if keeper is former else 0.0)
+        other.hear(PeerId("a" if keeper is former else "b"), totals)
+        assert (totals.counters["rounds"], totals.counters[REQUESTS]) == (70, 103)
+    assert heir.keeps
+    heir.hear(PeerId("a"), former.report(report(104)))
+    later = sums(heir, report(5), rounds=2.0)
+    assert (later.counters["rounds"], later.counters[REQUESTS]) == (72, 109)
+    assert later.gauges[OPEN] == 2, "of both"
+    heir.set_doors([new], {NEW})
+    alone = sums(heir, report(6), rounds=3.0)
+    assert (alone.counters["rounds"], alone.counters[REQUESTS], alone.gauges[OPEN]) == (73, 110, 1)
 
 
 def test_doors_are_added_up_and_the_keeper_tells_the_others() -> None:
@@ -232,19 +275,23 @@ class Peer:
 
 
 @pytest.mark.parametrize("clock_error_s", [0, 50])
-def test_counters_never_fall_whoever_is_asked_and_whoever_goes(clock_error_s: int) -> None:
+@pytest.mark.parametrize("num_steps", [1000, 60], ids=["no update", "updates"])
+def test_counters_never_fall_whoever_is_asked_and_whoever_goes(clock_error_s: int, num_steps: int) -> None:
+    """`num_steps`: of each generation."""
     num_keepers_lost = 0
     for seed in range(20):
         rng = random.Random(seed)
         peers: list[Peer] = []
         told_last, all_counted = 0.0, 0.0
         for step in range(300):
+            generation = str(step // num_steps)
             if not peers or (rng.random() < 0.05 and len(peers) < 4):
-                one = member(f"door-{rng.random()}", step - clock_error_s * rng.random())
-                peers.append(Peer(one, SharedMetrics(one.peer_id, one.since)))
+                one = member(f"door-{rng.random()}", step - clock_error_s * rng.random(), generation)
+                peers.append(Peer(one, SharedMetrics(one.peer_id, one.since, generation)))
             members = [peer.member for peer in peers]
+            with_groups = {generation, str((step - 20) // num_steps)}
             for peer in peers:
-                peer.shared.set_doors(members)
+                peer.shared.set_doors(members, with_groups)
                 new = rng.randrange(3)
                 peer.counted += new
                 all_counted += new

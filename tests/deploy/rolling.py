@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from deploy.config_file import parse_config
 _UPDATE_S = 900.0
 _PROMPTS = [[5 + index, 6, 7 + index, 8] for index in range(4)]
 _MAX_TOKENS = 60
+_COUNTED = ("ray_drafthouse_generation_tokens_total", "ray_drafthouse_rounds_total")
 _ROOM_IN_PLACE = 3
 PLACE = {"num_cpus": 0, "resources": {"place": 1}}
 
@@ -180,6 +182,37 @@ class Load:
             thread.join(60.0)
 
 
+class Scrapes:
+    """What /metrics says has been generated, and lost, from one moment to the next."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.values: list[dict[str, float]] = []
+        self._thread = threading.Thread(target=self._scrape_on, daemon=True)
+        self._thread.start()
+
+    def _scrape_on(self) -> None:
+        while not self._stop.wait(0.5):
+            with contextlib.suppress(httpx.HTTPError):
+                lines = httpx.get(f"{self._url}/metrics", timeout=30.0).text.splitlines()
+                named = (line.rpartition(" ") for line in lines if line.startswith(_COUNTED))
+                if found := {name: float(value) for name, _, value in named}:
+                    self.values.append(found)
+
+    def stop(self) -> None:
+        """End, and check that for Prometheus nothing began anew, nor happened all at once."""
+        self._stop.set()
+        self._thread.join(60.0)
+        for name in _COUNTED:
+            values = [found[name] for found in self.values if name in found]
+            falls = [(before, after) for before, after in itertools.pairwise(values) if after < before]
+            assert not falls, (name, falls)
+            most = max(after - before for before, after in itertools.pairwise(values))
+            assert most < max(values) / 2, (name, most)
+            print(f"{name}: {len(values)} scrapes, {values[0]:.0f} to {values[-1]:.0f}, {most:.0f} at most")
+
+
 def body_of(which: int, model: str = "m") -> dict[str, Any]:
     return {
         "model": model,
@@ -278,9 +311,11 @@ def scenario(models: Path, url: str, room: int) -> None:
         time.sleep(2.0)  # `wait_for` tells deployments apart by whole seconds
 
     began_s = time.monotonic()
+    scrapes = Scrapes(url)
     other = changed(drafter, "target", model=str(models / "other"))
     wait_for("RUNNING", deploy(other), load)
     took_s = time.monotonic() - began_s
+    scrapes.stop()
     answers = load.taken()
     of_other = {which: ask(url, which) for which in range(len(_PROMPTS))}
     assert of_other != of_target

@@ -78,23 +78,31 @@ def test_rays_processes_ask_for_a_token_and_the_dashboard_stays_inside(ray_clust
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
-def test_secrets_of_the_cluster_are_for_the_containers_group_alone(ray_cluster: dict[str, Any]) -> None:
-    """`ray up` copies them with the mode that they have and mounts what it has copied.
-
-    A folder: of a file that is mounted alone a container goes on seeing what was there before the last copy.
-    """
+def test_the_secret_of_the_cluster_is_for_the_containers_group_alone(ray_cluster: dict[str, Any]) -> None:
+    """`ray up` copies it with the mode that it has and mounts what it has copied."""
     place = get_docker_host_mount_location(ray_cluster["cluster_name"])
     (mounted,) = ray_cluster["file_mounts"]
     (command,) = ray_cluster["initialization_commands"]
     folder, *changes = [step.split() for step in command.split(" && ")]
     assert folder == ["cd", f"{place}{mounted}"]
-    secrets = ["ray-token", "api-keys"]
     assert changes == [
-        ["sudo", "chgrp", "10001", ".", *secrets],
+        ["sudo", "chgrp", "10001", ".", "ray-token"],
         ["sudo", "chmod", "0750", "."],
-        ["sudo", "chmod", "0440", *secrets],
+        ["sudo", "chmod", "0440", "ray-token"],
     ]
     assert ("USER", "10001:10001") in stages()["cuda"]
+
+
+def test_api_keys_of_the_cluster_are_where_all_nodes_see_changes(
+    ray_cluster: dict[str, Any], serve_file: dict[str, Any]
+) -> None:
+    """What `ray up` has copied to a node stays as it was: a revoked key would be accepted for ever."""
+    config = parse_arguments(serve_file["applications"][0]["args"]).config
+    assert config.http.api_keys_file is not None
+    folder = str(Path(config.http.api_keys_file).parent)
+    mounted = [value.split(":")[1:] for value in ray_cluster["docker"]["run_options"] if "--volume=" in value]
+    assert [folder, "ro"] in mounted
+    assert folder not in ray_cluster["file_mounts"]
 
 
 def test_containers_of_the_cluster_can_do_no_more_than_those_of_compose(
@@ -152,9 +160,6 @@ def test_the_application_fits_the_cluster(ray_cluster: dict[str, Any], serve_fil
     require_plan(plan_placement(config.cluster, nodes, has_drafter=True, ranks=ranks))
     with pytest.raises(ResourceError, match="pool=draft"):
         require_plan(plan_placement(config.cluster, nodes[:-1], has_drafter=True, ranks=ranks))
-    keys_file = config.http.api_keys_file
-    assert keys_file is not None
-    assert str(Path(keys_file).parent) in ray_cluster["file_mounts"]
     door = serve_file["applications"][0]["deployments"][0]["ray_actor_options"]["label_selector"]
     assert door["pool"] in kinds
 

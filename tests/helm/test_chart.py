@@ -793,6 +793,15 @@ def test_containers_can_do_nothing_that_they_need_not(values: Values) -> None:
         assert mounted <= {volume["name"] for volume in pod.get("volumes", ())}
 
 
+def test_ids_may_be_left_to_the_cluster() -> None:
+    """OpenShift gives each namespace its own, and admits no pod that asks for others."""
+    ids = ("runAsUser", "runAsGroup", "fsGroup")
+    for pod in pods_of(render({"podSecurityContext": dict.fromkeys(ids)})):
+        assert not pod["securityContext"].keys() & set(ids)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+    assert all(pod["securityContext"].keys() > set(ids) for pod in pods_of(render({})))
+
+
 def test_only_the_head_has_a_token_and_only_with_the_autoscaler() -> None:
     for values in ({}, EVERYTHING):
         for name, group in groups_of(ray_service(values)).items():
@@ -1587,6 +1596,9 @@ def test_log_lines_are_json_where_that_is_asked_for() -> None:
             (container,) = group["template"]["spec"]["containers"]
             given = {variable["name"]: variable.get("value") for variable in container["env"]}
             assert given.get(FORMAT_VARIABLE) == wanted
+        config = serve_config(values)
+        assert config["logging_config"].get("encoding") == (wanted and wanted.upper())
+        ServeDeploySchema.model_validate(config)
 
 
 def test_notes_say_how_to_see_whether_a_door_is_there() -> None:

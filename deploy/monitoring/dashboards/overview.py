@@ -152,12 +152,14 @@ _SPEED = Row(
         panel(
             "What fails inside",
             "Failures that clients do not see, because requests go on elsewhere; lost streams "
-            "are those that did not. Anything that does not go back to 0 wants a look at the log.",
+            "are those that did not, and what a lost ingress was answering broke off. "
+            "Anything that does not go back to 0 wants a look at the log.",
             "ops",
             line(SHOWN.rate("target_losses"), "target workers lost"),
             line(SHOWN.rate("replays"), "requests replayed"),
             line(SHOWN.rate("failovers"), "failovers"),
             line(SHOWN.rate("lost_streams"), "streams lost"),
+            line(SHOWN.rate("ingress_losses"), "ingresses lost"),
             width=12,
         ),
     ),

@@ -117,6 +117,12 @@ _GROUPS = Row(
             line(SHOWN.rate("lost_streams"), "lost streams"),
         ),
         panel(
+            "The directory has not answered for",
+            "It is on Ray's head node. While it is away nothing that dies is replaced, and nothing scales.",
+            "s",
+            line(SHOWN.gauge("directory_silent_seconds"), "{{job}}"),
+        ),
+        panel(
             "Requests submitted once more",
             "By epoch, the number of the attempt beyond the first: after the loss of their group, or where "
             "one had no room for them. Grows only while something is lost or full.",

@@ -205,6 +205,11 @@ spec:
 {{- if ne $values.logFormat "text" }}
 - {name: DRAFTHOUSE_LOG_FORMAT, value: {{ $values.logFormat }}}
 {{- end }}
+{{- if $values.logsToStderr }}
+# Else to files in /tmp, which end with the pod. Ray's own lines are many: its warnings alone.
+- {name: RAY_LOG_TO_STDERR, value: "1"}
+- {name: RAY_BACKEND_LOG_LEVEL, value: warning}
+{{- end }}
 {{- end -}}
 
 {{/* The environment of a container that fetches a model. */}}

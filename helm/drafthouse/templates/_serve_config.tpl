@@ -68,6 +68,9 @@ http_options:
 logging_config:
   log_level: {{ $values.serve.logLevel }}
   enable_access_log: false
+  {{- if eq $values.logFormat "json" }}
+  encoding: JSON
+  {{- end }}
 applications:
   - {{- $application | toYaml | nindent 4 }}
 {{- end -}}

@@ -19,6 +19,7 @@ from tests.deploy.openai.live import live_server
 GAUGES: Mapping[str, float] = {
     "coordinators": 2,
     "coordinators_with_target": 2,
+    "directory_silent_seconds": 0.4,
     "draft_workers": 3,
     "draft_pool_usage_perc": 0.5,
     "kv_cache_usage_perc": 0.4,
@@ -40,6 +41,7 @@ NONE_WHEN_WELL = frozenset(
         "draft_grammar_failures",
         "draft_sequences_refused",
         "failovers",
+        "ingress_losses",
         "invalid_drafts_dropped",
         "lost_streams",
         "num_recomputed_tokens",

@@ -93,6 +93,8 @@ FAULTS: Mapping[str, Mapping[str, str] | None] = {
     "DrafthouseNoTargetGroup": {series("coordinators_with_target"): gauge(0)},
     "DrafthouseErrorBudgetBurnsFast": {ANSWERS % 500: f"0+2x{MINUTES}"},
     "DrafthouseErrorBudgetBurnsSlowly": {ANSWERS % 500: f"0+0.5x{MINUTES}"},
+    "DrafthouseHeadAway": {series("directory_silent_seconds"): f"0+30x{MINUTES}"},
+    "DrafthouseIngressesDie": {series("ingress_losses"): f"0+1x{MINUTES}"},
     "DrafthouseStreamsLost": {series("lost_streams"): GROWS},
     "DrafthouseTurnsAway": {ANSWERS % 429: f"0+6x{MINUTES}"},
     "DrafthouseCertificateExpires": {CERTIFICATE_END: gauge(13 * 86400)},

@@ -170,17 +170,20 @@ def test_what_a_learner_with_a_window_shows(tmp_path: Path) -> None:
         server.clean_up()
 
 
-ALERTS_OF_FAULTS: Mapping[str, tuple[str, int, frozenset[str]]] = {
-    "a draft worker": ("DraftWorkerProcess", 1, frozenset({"DraftPoolEmpty", "DraftWorkersMissing"})),
-    "one of two targets": ("TargetWorkerProcess", 1, frozenset({"TargetGroupsMissing", "Failovers"})),
-    "both targets": ("TargetWorkerProcess", 2, frozenset({"NoTargetGroup", "TargetsDie"})),
+ALERTS_OF_FAULTS: Mapping[str, tuple[str, int, int, frozenset[str]]] = {
+    "a draft worker": ("DraftWorkerProcess", 1, 1, frozenset({"DraftPoolEmpty", "DraftWorkersMissing"})),
+    "one of two targets": ("TargetWorkerProcess", 1, 1, frozenset({"TargetGroupsMissing", "Failovers"})),
+    "both targets": ("TargetWorkerProcess", 2, 1, frozenset({"NoTargetGroup", "TargetsDie"})),
     "both coordinators": (
         "ServeReplica:drafthouse:Coordinator",
         2,
+        1,
         frozenset({"StreamsLost", "ErrorBudgetBurnsFast", "ErrorBudgetBurnsSlowly"}),
     ),
+    "the ingress, again and again": ("ServeReplica:drafthouse:Ingress", 1, 3, frozenset({"IngressesDie"})),
 }
-"""What is killed: whose processes, how many of them, and which alerts are the first to fire for that."""
+"""What is killed: whose processes, how many of them, how often, and which alerts are the first to fire for
+that."""
 
 
 def start_redundant(folder: Path) -> Server:
@@ -229,10 +232,12 @@ def test_faults_fire_the_alerts_that_are_for_them(tmp_path: Path) -> None:
             load(server.url, may_fail=True, max_tokens=180),
         ):
             prometheus.wait_for(f"rate({PREFIX}spec_decode_num_accepted_tokens_total[{WINDOW}]) > 0")
-            for what, (title, number, alerts) in ALERTS_OF_FAULTS.items():
-                early = [alert for alert in alerts if prometheus.values(has_fired(alert))]
-                assert not early, f"before {what} died: {early}"
-                kill(server, title, number)
+            for what, (title, number, times, alerts) in ALERTS_OF_FAULTS.items():
+                for _ in range(times):
+                    wait_well(server)
+                    early = [alert for alert in alerts if prometheus.values(has_fired(alert))]
+                    assert not early, f"before {what} died: {early}"
+                    kill(server, title, number)
                 for alert in alerts:
                     prometheus.wait_for(has_fired(alert))
                 wait_well(server)

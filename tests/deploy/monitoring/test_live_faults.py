@@ -198,6 +198,17 @@ def ingress_of_another_version(world: World) -> Iterator[None]:
 
 
 @contextmanager
+def hung_directory(world: World) -> Iterator[None]:
+    """What is on the head node does not answer."""
+    process = world.process("DirectoryProcess")
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+@contextmanager
 def reloading_target(world: World) -> Iterator[None]:
     """The target worker is killed; the next one is asked from its first moment on, and never idle."""
     kill(world.server, "TargetWorkerProcess")
@@ -230,6 +241,7 @@ FALTERING = (
     Fault("a slow draft worker", slow_draft_worker, frozenset({"DraftsLate"})),
     Fault("no memory for grammars", no_memory_for_grammars, frozenset({"GrammarsNotKnown"})),
     Fault("another version", ingress_of_another_version, frozenset({"MessagesDropped"})),
+    Fault("a head that does not answer", hung_directory, frozenset({"HeadAway"})),
     Fault("no time to compile", reloading_target, frozenset({"CompilePending"})),
     Fault("another draft model", other_draft_model, frozenset({"AcceptanceFell"})),
     Fault("another vocabulary", other_vocabulary, frozenset({"InvalidDrafts"})),

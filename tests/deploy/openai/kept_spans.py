@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
 from deploy.openai.app import create_app
+from deploy.openai.keys import ApiKey
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from deploy.openai.tracing import Tracing
@@ -23,14 +24,14 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 class Traced:
     """An application whose spans are kept."""
 
-    def __init__(self, service: Any, ratio: float = 1.0) -> None:
+    def __init__(self, service: Any, ratio: float = 1.0, keys: tuple[ApiKey, ...] = ()) -> None:
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider(sampler=ParentBasedTraceIdRatio(ratio))
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.tracing = Tracing(provider)
         self.app = create_app(
             service,
-            DoorSettings(access_log=True),
+            DoorSettings(access_log=True, api_keys=keys),
             HuggingFaceTokenizer(make_tokenizer()),
             tracing=self.tracing,
         )

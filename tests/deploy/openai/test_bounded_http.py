@@ -31,6 +31,7 @@ class Hasty(BoundedHttp):
     leftover_timeout_s = 0.3
     rest_timeout_s = 0.5
     max_pipelined = 4
+    max_body_bytes = 128 * LIMIT
     open: ClassVar[set[BoundedHttp]] = set()
 
     def connection_made(self, transport: object) -> None:
@@ -60,8 +61,8 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class OtherAnswers:
-    """By the path: /early does not read what it answers, /broken/N ends behind N bytes of more, and /slow
-    waits until its client has left, or is told to answer."""
+    """By the path: /early does not read what it answers, /open does it afterwards, /broken/N ends behind N
+    bytes of more, and /slow waits until its client has left, or is told to answer."""
 
     def __init__(self) -> None:
         self.may_answer = False
@@ -82,6 +83,8 @@ class OtherAnswers:
                     self.num_left += 1
                     return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"x-kind", kind.encode())]})
+        while kind == "open" and (await receive()).get("more_body", False):
+            pass
         await send({"type": "http.response.body", "body": body, "more_body": kind == "broken"})
 
 
@@ -170,6 +173,33 @@ def test_bodies_may_be_longer(size: int) -> None:
         for _ in range(2):
             connection.sendall(head % size + bytes(size))
             assert read_answer(connection).endswith(b"\r\n\r\n%d" % size)
+
+
+CHUNKED = b"POST %s HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"%x\r\n%s\r\n" % (LIMIT, b"a" * LIMIT)
+
+
+def test_a_body_that_nobody_answers_is_bounded() -> None:
+    """Serve's proxy takes all of it, while the door behind it hangs, say."""
+    answers = OtherAnswers()
+    with connected(application=answers) as connection:
+        connection.sendall(CHUNKED % b"/slow")
+        for _ in range(Hasty.max_body_bytes // LIMIT):
+            connection.sendall(CHUNK)
+        time.sleep(0.2)
+        assert answers.num_left == 0
+        connection.sendall(CHUNK)
+        require_refused(read_all(connection), b"413 ")
+        wait_for(lambda: answers.num_left == 1 and not Hasty.open)
+
+
+def test_one_that_is_being_answered_is_the_application_s_affair() -> None:
+    with connected(application=OtherAnswers()) as connection:
+        connection.sendall(CHUNKED % b"/open" + CHUNK)
+        assert b"x-kind: open" in connection.recv(1 << 16)
+        connection.sendall(CHUNK * (4 * Hasty.max_body_bytes // LIMIT) + b"0\r\n\r\n")
+        connection.sendall(b"GET /early HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b"x-kind: early" in read_all(connection)
 
 
 def test_what_is_around_the_pieces_of_a_body_is_bounded_too() -> None:

@@ -17,10 +17,12 @@ import pytest
 from opentelemetry.trace import StatusCode
 
 from deploy.openai.app import create_app
+from deploy.openai.keys import ApiKey, digest_api_key
 from deploy.openai.settings import DoorSettings
 from deploy.openai.tokenization import HuggingFaceTokenizer
 from deploy.openai.tracing import TRACE_ID_HEADER, Tracing, TracingConfig, require_exporter
-from specdec.core.errors import ConfigError
+from specdec.core.error_codes import COORDINATOR_LOST
+from specdec.core.errors import ConfigError, RequestFailed
 from specdec.core.outputs import RoundTrace, TracedRound
 from specdec.engine.async_engine import AsyncEngine
 from specdec.engine.config import EngineConfig
@@ -33,6 +35,7 @@ from tests.deploy.openai.fakes import Door, ScriptedService
 from tests.deploy.openai.kept_spans import PARENT, Traced, attributes
 from tests.deploy.openai.live import live_server
 
+KEY = ApiKey(name="mine", digest=digest_api_key("right"))
 UNSAMPLED = PARENT[:-1] + "0"
 
 
@@ -148,6 +151,41 @@ def test_failures_end_their_spans(service: ScriptedService, body: Any, status: i
     (root,) = traced.spans()
     assert attributes(root)["http.response.status_code"] == status
     assert (root.status.status_code is StatusCode.ERROR) == is_error
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stream_that_fails_behind_its_status_is_told_apart(
+    streams: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So are the request and the key that it was of, in the log."""
+    lost = RequestFailed("the group that had it was lost", code=COORDINATOR_LOST)
+    traced = Traced(ScriptedService(failure=lost, fail_after=2), keys=(KEY,))
+    response = traced.post({"prompt": "abc", "stream": streams}, authorization="Bearer right")
+    assert response.status_code == (200 if streams else 500)
+    (root,) = traced.spans()
+    assert attributes(root)["error.type"] == COORDINATOR_LOST
+    assert root.status.status_code is StatusCode.ERROR
+    (line,) = [record for record in caplog.records if record.name == "deploy.openai.failures"]
+    request_id = attributes(root)["drafthouse.request_id"]
+    after = " after 2 tokens" if streams else ""
+    assert line.getMessage() == (
+        f"request {request_id} of key mine failed with {COORDINATOR_LOST}{after}: "
+        "the group that had it was lost"
+    )
+    assert line.levelno == logging.WARNING
+
+
+def test_strangers_do_not_decide_what_is_traced() -> None:
+    traced = Traced(ScriptedService(), ratio=0.0, keys=(KEY,))
+    for authorization in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
+        response = traced.post({"prompt": "a"}, traceparent=PARENT, **authorization)
+        assert response.status_code == 401
+        assert response.headers[TRACE_ID_HEADER] not in {PARENT.split("-")[1], "0" * 32}
+    assert traced.spans() == []
+    assert traced.post({"prompt": "a"}, traceparent=PARENT, authorization="Bearer right").status_code == 200
+    assert [
+        attributes(root)["http.response.status_code"] for root in traced.named("POST /v1/completions")
+    ] == [200]
 
 
 def test_no_span_holds_text(engine: AsyncEngine) -> None:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from specdec.core.clock import ManualClock
-from specdec.core.errors import CapacityError
-from specdec.core.request import LatencyTarget
+from specdec.core.errors import CapacityError, LateError
+from specdec.core.request import LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from specdec.engine.targets.toy_target import ToyTarget, ToyTokenizer
@@ -24,6 +24,25 @@ ROUND_S = 0.05
 NUM_TOKENS = 20
 NUM_PLACES = 4
 CAPACITY_PER_S = NUM_PLACES / (ROUND_S * (NUM_TOKENS + 1))
+
+
+def toy_engine(clock: ManualClock, *, refuse_late: bool = True) -> Engine:
+    return Engine.from_parts(
+        target=ToyTarget(MODEL),
+        proposer=NoProposer(),
+        tokenizer=ToyTokenizer.of_letters(VOCAB_SIZE),
+        scheduler=SchedulerConfig(
+            max_num_seqs=NUM_PLACES, max_num_batched_tokens=64, refuse_late=refuse_late
+        ),
+        controller=FixedController(0),
+        clock=clock,
+        prefix_caching=False,
+    )
+
+
+def asking(number: int, ttft_s: float | None = TTFT_S, max_tokens: int = NUM_TOKENS) -> Request:
+    one = request(f"r{number}", params=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    return one if ttft_s is None else msgspec.structs.replace(one, slo=LatencyTarget(ttft_ms=1000.0 * ttft_s))
 
 
 def goodput(
@@ -42,17 +61,7 @@ def goodput(
     generator, clock = random.Random(seed), ManualClock()
     troubles = random.Random(seed + 1)
     slowness, until_s = 1.0, 0.0
-    engine = Engine.from_parts(
-        target=ToyTarget(MODEL),
-        proposer=NoProposer(),
-        tokenizer=ToyTokenizer.of_letters(VOCAB_SIZE),
-        scheduler=SchedulerConfig(
-            max_num_seqs=NUM_PLACES, max_num_batched_tokens=64, refuse_late=refuse_late
-        ),
-        controller=FixedController(0),
-        clock=clock,
-        prefix_caching=False,
-    )
+    engine = toy_engine(clock, refuse_late=refuse_late)
     duration_s, ramp_s = 70.0, 15.0
     next_s, number = 0.0, 0
     arrived_s: dict[str, float] = {}
@@ -61,8 +70,7 @@ def goodput(
     while clock.now_s() < duration_s:
         while next_s <= clock.now_s():
             number += 1
-            one = request(f"r{number}", params=SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
-            one = msgspec.structs.replace(one, slo=LatencyTarget(ttft_ms=1000.0 * TTFT_S))
+            one = asking(number)
             try:
                 engine.add_request(one)
             except CapacityError:
@@ -92,6 +100,63 @@ def test_goodput_at_five_times_the_load_is_that_of_full_load() -> None:
     assert outcomes["refused"] > outcomes["good"]
     without, _ = goodput(5.0, refuse_late=False)
     assert without < 0.1 * peak, "this load would be no trouble"
+
+
+def step_for(engine: Engine, clock: ManualClock, num_rounds: int) -> None:
+    for _ in range(num_rounds):
+        clock.advance(ROUND_S)
+        engine.step()
+
+
+def saturated(clock: ManualClock) -> Engine:
+    """Return an engine that has served many, of whom others are left and more wait."""
+    engine = toy_engine(clock)
+    for number in range(20 * NUM_PLACES):
+        engine.add_request(asking(number, None))
+    step_for(engine, clock, 15 * (NUM_TOKENS + 1))
+    assert engine.metrics().num_waiting > 0
+    assert engine.metrics().queue_wait_s > 0.0
+    return engine
+
+
+def test_nobody_is_waited_for_who_was_taken_back() -> None:
+    """All at once, as when the only door dies: no round comes behind that."""
+    clock = ManualClock()
+    engine = saturated(clock)
+    seconds_per_request = engine._rates.seconds_per_request
+    for number in range(20 * NUM_PLACES):
+        engine.abort(request(f"r{number}").request_id)
+    engine.step()
+    assert not engine.has_work
+    assert engine.metrics().queue_wait_s == 0.0
+    clock.advance(3600.0)
+    engine.add_request(asking(1000, ttft_s=0.01))
+    step_for(engine, clock, NUM_TOKENS + 1)
+    for number in range(2000, 2000 + 4 * NUM_PLACES):
+        engine.add_request(asking(number, None))
+    step_for(engine, clock, 2 * (NUM_TOKENS + 1))
+    assert engine._rates.seconds_per_request == pytest.approx(seconds_per_request, rel=0.1)
+
+
+def test_places_that_have_just_come_free_are_free() -> None:
+    """Who began together ends together: those who wait next are in time, be it that others wait, too."""
+    clock = ManualClock()
+    engine = toy_engine(clock)
+    for number in range(6 * NUM_PLACES):
+        engine.add_request(asking(number, None))
+    num_ended = 0
+    while num_ended < 5 * NUM_PLACES:
+        clock.advance(ROUND_S)
+        num_ended += sum(output.finish_reason is not None for output in engine.step())
+    assert (engine.metrics().num_running, engine.metrics().num_waiting) == (0, NUM_PLACES)
+    with pytest.raises(LateError):  # one lump later
+        engine.add_request(asking(1000, ttft_s=0.5))
+    for number in range(6 * NUM_PLACES - 1, 5 * NUM_PLACES, -1):  # all that wait but one
+        engine.abort(request(f"r{number}").request_id)
+    for number in range(1001, 1000 + NUM_PLACES):
+        engine.add_request(asking(number, ttft_s=0.5))
+    with pytest.raises(LateError):
+        engine.add_request(asking(1000 + NUM_PLACES, ttft_s=0.5))
 
 
 def test_with_room_to_spare_hardly_anybody_is_refused() -> None:

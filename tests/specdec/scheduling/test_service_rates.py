@@ -102,6 +102,20 @@ def test_while_others_wait_it_is_what_was_seen() -> None:
     assert rates.seconds_per_request == pytest.approx(0.3, rel=0.01)
 
 
+def test_time_in_which_nobody_is_there_is_none_that_anything_took() -> None:
+    """Also where all have been taken back while others waited, behind which no round comes."""
+    rates, now_s = ServiceRates(4, 0.0), 0.0
+    for _ in range(40):
+        now_s += 0.3
+        note(rates, [finished(now_s - 2.0, now_s - 1.0, now_s)], now_s, is_saturated=True)
+    rates.note_idle()
+    now_s += 3600.0
+    for _ in range(3):
+        note(rates, [finished(now_s - 2.0, now_s - 1.0, now_s)], now_s, is_saturated=True)
+        now_s += 0.3
+    assert rates.seconds_per_request == pytest.approx(0.3, rel=0.05)
+
+
 def test_what_a_request_would_experience() -> None:
     rates = ServiceRates(1, 0.0)
     for _ in range(10):
