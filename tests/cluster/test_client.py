@@ -353,8 +353,9 @@ def test_a_door_knows_how_many_are_beside_it() -> None:
 
     def door(name: str, generation: str = "") -> Member:
         address = PeerAddress(peer_id=PeerId(name), endpoint="tcp://127.0.0.1:9", public_key=name)
-        # Younger than this one, which so speaks to none of them.
-        return Member(address=address, role="ingress", generation=generation, since=math.inf)
+        # Younger than this one, or of a generation from before it, which so speaks to none of them.
+        since = 0.0 if generation else math.inf
+        return Member(address=address, role="ingress", generation=generation, since=since)
 
     async def run() -> None:
         async with started() as service:
