@@ -307,10 +307,10 @@ class ClusterService:
         directory = self._directory
         if directory is None:
             return {}
-        return {
-            "ingress_losses": float(directory.num_lost_ingresses),
-            "directory_silent_seconds": directory.silent_s,
-        }
+        values = {"directory_silent_seconds": directory.silent_s}
+        if directory.num_lost_ingresses is not None:
+            values["ingress_losses"] = float(directory.num_lost_ingresses)
+        return values
 
     def _note_taken_over(self) -> None:
         """What another door had told has groups in it that this one may not have heard yet."""

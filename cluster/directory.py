@@ -211,8 +211,8 @@ class DirectoryView:
         self._version: DirectoryVersion | None = None
         self._members: dict[PeerId, Member] = {}
         self._doubtful: dict[PeerId, float] = {}
-        self.num_lost_ingresses = 0
-        """As the directory has said last."""
+        self.num_lost_ingresses: int | None = None
+        """As the directory has said last; None: it has not been heard."""
 
     @property
     def version(self) -> DirectoryVersion | None:

@@ -240,8 +240,8 @@ class DirectoryLink:
         return self._view.members
 
     @property
-    def num_lost_ingresses(self) -> int:
-        """Ingresses that were gone before they had left, as the directory has said last."""
+    def num_lost_ingresses(self) -> int | None:
+        """Ingresses that were gone before they had left, as the directory has said last; None: not yet."""
         return self._view.num_lost_ingresses
 
     @property

@@ -24,7 +24,6 @@ _GROUP_PREFIX = "target_group_"
 _OF_THE_INGRESS = frozenset(
     {
         "failovers",
-        "ingress_losses",
         "lost_streams",
         "routed_prefix_tokens",
         "stale_frames_dropped",
@@ -32,6 +31,8 @@ _OF_THE_INGRESS = frozenset(
     }
 )
 """Counted there, whoever else can be reached."""
+_OF_THE_DIRECTORY = frozenset({"ingress_losses"})
+"""Counted there: a door that has not heard from it yet does not know that there were none."""
 
 CLUSTER_SERIES: Mapping[str, Series] = {
     **ENGINE_SERIES,
@@ -151,6 +152,6 @@ def counted_from_zero(values: Mapping[str, float]) -> dict[str, float]:
     zeros = {
         name: 0.0
         for name, series in CLUSTER_SERIES.items()
-        if name in counting and series.kind != "gauge" and not series.labels
+        if name in counting and series.kind != "gauge" and not series.labels and name not in _OF_THE_DIRECTORY
     }
     return {**zeros, **values}

@@ -9,6 +9,7 @@ class Directory:
     def __init__(self, **_: object) -> None:
         self.is_alive = False
         self.silent_s = 0.0
+        self.num_lost_ingresses = 0
 
     def announce(self, member: object) -> None:
         """Part of `DirectoryLink`."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from cluster.directory import Desertion, DirectoryState, DirectoryView, Member, Reports, Role, count_workers
@@ -16,6 +17,23 @@ def test_a_lease_ends_unless_it_is_renewed() -> None:
     assert state.snapshot(2.9).members == (A, B)
     assert state.snapshot(3.0).members == (B,)
     assert state.snapshot(5.0).members == ()
+
+
+def test_ingresses_whose_lease_ends_are_counted() -> None:
+    """Those that leave are not, nor are others."""
+    door = msgspec.structs.replace(A, role="ingress")
+    state, view = DirectoryState(lease_s=3.0, incarnation=1), DirectoryView(lease_s=3.0)
+    assert view.num_lost_ingresses is None
+    state.announce(door, 0.0)
+    state.announce(B, 0.0)
+    view.take(state.snapshot(1.0), 1.0)
+    assert view.num_lost_ingresses == 0
+    view.take(state.snapshot(3.0), 3.0)
+    assert (view.num_lost_ingresses, view.members) == (1, ())
+    state.announce(door, 4.0)
+    state.leave(door.peer_id)
+    view.take(state.snapshot(8.0), 8.0)
+    assert view.num_lost_ingresses == 1
 
 
 def test_who_renews_says_for_how_long() -> None:

@@ -30,6 +30,7 @@ def test_what_has_not_happened_yet_is_zero() -> None:
     assert values["invalid_drafts_dropped"] == values["lost_streams"] == 0
     assert "kv_cache_usage_perc" not in values
     assert "overlap_rounds" not in values
+    assert "ingress_losses" not in values, "of a directory that may know of some"
 
 
 def test_nothing_is_said_of_coordinators_that_do_not_answer() -> None:
