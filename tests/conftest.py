@@ -35,6 +35,7 @@ STARTING_RAY = (
     "tests/deploy/test_foreign_ray.py",
     "tests/deploy/test_serve_deploy.py",
     "tests/deploy/test_haproxy.py",
+    "tests/deploy/test_pod_logs.py",
     "tests/deploy/test_rolling_update.py",
     "tests/deploy/monitoring/test_live_cluster.py",
     "tests/deploy/monitoring/test_live_faults.py",
