@@ -104,8 +104,8 @@ class Plan:
     """Which of Ray Serve's proxies clients speak to."""
 
 
-FULL = Plan(loads=(0.9, 1.1, 1.4, 5.0), duration_s=28.0, num_turns=4, most_tries=4, num_stream_tokens=160)
-QUICK = Plan(loads=(1.2, 5.0), duration_s=28.0, num_turns=2, num_stream_tokens=64)
+FULL = Plan(loads=(0.9, 1.1, 1.4, 5.0), duration_s=28.0, num_turns=4, most_tries=4, num_stream_tokens=256)
+QUICK = Plan(loads=(1.2, 5.0), duration_s=28.0, num_turns=2, num_stream_tokens=128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,7 +387,7 @@ def streams_config(plan: Plan, family: Path) -> dict[str, Any]:
             "batch_invariant": True,
             "num_threads": plan.num_threads,
         },
-        "cache": {"memory_bytes": 1 << 30},
+        "cache": {"memory_bytes": 2 << 30},
         "scheduler": {"max_num_seqs": plan.num_streams, "max_num_batched_tokens": 2 * plan.num_streams},
         "http": {"served_model_name": _MODEL, "proxy": plan.proxy},
     }
