@@ -104,7 +104,7 @@ class Tracing:
         """Send what there is, and end."""
         self._provider.shutdown()
 
-    def begin(self, scope: Scope, *, is_known: bool = True) -> RequestTrace:
+    def begin(self, scope: Scope, *, is_known: bool) -> RequestTrace:
         """Begin the trace of a request, or go on with the one that its `traceparent` names.
 
         The latter for clients that are known alone: this header decides what is traced, and with it what a

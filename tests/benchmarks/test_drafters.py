@@ -192,6 +192,8 @@ def test_headlines_are_of_the_costly_target_alone_and_greedy() -> None:
         cells[2]["share_of_possible"].median
     ), "not that of a cell that says nothing"
     assert "worst_share_of_possible" not in headlines_of([unsure])
+    wide_but_short = {**cells[3], "share_of_possible": PairedRatio((0.45, 0.6, 0.75, 0.5))}
+    assert headlines_of([*cells[:3], wide_but_short])["worst_share_of_possible"] == pytest.approx(0.55)
     assert not any(name.endswith(f"_{PLAIN}") for name in headlines)
     assert headlines_of(cells[:1]) == {}
     (short,) = short_of(cells)

@@ -508,6 +508,21 @@ class TestInServe:
             )
             assert 2 <= number <= 4
 
+    def test_a_controller_that_remembers_nothing_takes_down_no_sooner_for_it(self) -> None:
+        """It was restarted, or something was deployed, just after a change."""
+        config = TargetScalingConfig(
+            min_groups=1, max_groups=4, up_after_s=5, down_after_s=10, cooldown_s=300
+        )
+        policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)
+        idle = {f"replica{index}": group_stats({}, round_s=None) for index in range(3)}
+        number, state, numbers = 3, {}, []
+        for second in range(400):
+            at_s = 5000.0 + second
+            number, state = policy(context(idle, target=number, now_s=at_s, state=state, bounds=(1, 4)))
+            numbers.append(number)
+        assert set(numbers[:299]) == {3}
+        assert numbers[-1] == 1
+
     def test_what_serve_has_started_by_itself_is_not_idle_since_long_ago(self) -> None:
         config = TargetScalingConfig(min_groups=0, max_groups=4, scale_to_zero_after_s=30)
         policy = TargetGroupPolicy(config.model_dump(), SEQS, now_s=told_s)

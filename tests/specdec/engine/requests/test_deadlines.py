@@ -10,7 +10,7 @@ import pytest
 from specdec.core.clock import ManualClock
 from specdec.core.errors import InputError
 from specdec.core.outputs import RequestOutput
-from specdec.core.request import Request
+from specdec.core.request import LatencyTarget, Request
 from specdec.core.sampling_params import SamplingParams
 from specdec.engine.engine import Engine
 from specdec.engine.requests.deadlines import Deadlines
@@ -119,6 +119,19 @@ def test_no_time_left_is_an_end_and_not_a_refusal() -> None:
     rounds.run(1)
     assert rounds.last("a").error_code == "request_timeout"
     assert rounds.engine.metrics().num_rounds == 0
+
+
+def test_who_has_waited_has_so_much_less_time_for_a_first_token() -> None:
+    """It was without a group, say, that its client has waited for all the same."""
+    asked = msgspec.structs.replace(timed("a", 60), slo=LatencyTarget(ttft_ms=2000.0, itl_ms=50.0))
+    rest = asked.continued(delivered_token_ids=(), elapsed_s=0.5)
+    assert rest.slo == LatencyTarget(ttft_ms=1500.0, itl_ms=50.0)
+    over = asked.continued(delivered_token_ids=(), elapsed_s=50.0).slo
+    assert over is not None
+    assert over.ttft_ms is not None
+    assert 0.0 < over.ttft_ms <= 1.0
+    begun = asked.continued(delivered_token_ids=(1,), elapsed_s=50.0)
+    assert begun.slo == asked.slo, "its first token has come"
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, math.inf, math.nan])
